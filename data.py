@@ -1,0 +1,291 @@
+"""Problems in, packs out.
+
+Reads every shape of file that Open-Reasoner-Zero, Open-Instruct's RLVR and Open-R1 ship, draws each step's prompts as a
+pure function of (seed, step), cuts a step's samples into updates and balanced packs, and lays packs out for the model.
+
+    problems = load_problems(cfg.data, tokenizer, cfg)
+    prompts  = batch_at(problems, step, cfg)
+    packs    = [pack([samples[i] for i in bin]) for bin in partition(lengths, bins=8, cap=16384)]
+
+Departs from Open-Reasoner-Zero: no remainder is dropped, no sample is duplicated as padding.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs import Config, UserError, need
+
+TEMPLATES = {
+    # Open-Reasoner-Zero's prompt, verbatim (its playground files).
+    "orz": (
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
+        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: You "
+        "must put your answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
+        "answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n{problem}\n"
+        "Assistant: <think>"),
+    "plain": "{problem}<think>",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt with a verifiable answer."""
+
+    text: str  # the problem as it stands in the file
+    ids: tuple[int, ...]  # the templated prompt's tokens
+    answer: str
+    where: str  # file and row, for messages
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One response to one prompt. What the engine sampled is what is trained on: ids are never made again from text."""
+
+    slot: int  # place of the prompt in the step's batch
+    index: int  # which of the prompt's samples
+    prompt: tuple[int, ...]
+    ids: np.ndarray  # (L,) int32 response tokens, the stop string's or EOS's included
+    logp: np.ndarray  # (L,) float32 log-probs as the engine saw them, at its temperature
+    stopped: bool  # by EOS or a stop string, not by length
+    text: str  # the response, decoded
+    version: int  # of the weights that made it
+    reward: float = 0.0
+    reason: str = ""  # why that reward
+    answer: str | None = None  # what was extracted from the response
+    advantage: float = 0.0  # grpo: what the group says; ppo: computed per token, later
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """N segments (prompt + response) end to end, T tokens in all. Tensors are never written after they are made."""
+
+    tokens: Tensor  # (T,) int64
+    positions: Tensor  # (T,) int64, from 0 in each segment
+    cu_seqlens: Tensor  # (N+1,) int32
+    mask: Tensor  # (T,) bool, true where tokens[t] was sampled
+    engine_logp: Tensor  # (T,) log p(tokens[t] | what precedes it), as the engine saw it
+    rewards: Tensor  # (T,) on each response's last token
+    advantages: Tensor  # (T,)
+    longest: int  # tokens of the longest segment
+    responses: int  # responses in the pack, N or, in a filler, 0
+    old_logp: Tensor | None = None  # (T,) the trainer's, before the step's first update
+    ref_logp: Tensor | None = None  # (T,)
+    values: Tensor | None = None  # (T,) the critic's, before its first update of the step
+    returns: Tensor | None = None  # (T,)
+
+    def to(self, device: torch.device | str) -> Pack:
+        """The same pack on another device."""
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items()
+                                if isinstance(v, Tensor)})
+
+
+# --- problems
+
+
+def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print) -> list[Problem]:
+    """All problems of the files, in their order. Over-long prompts and repeated ones are dropped, counted and named.
+
+    Raises UserError naming file and row for what can't be read, and when nothing is left.
+    """
+    need(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
+    make_ids = templater(cfg.template, tokenizer)
+    problems, seen, long, twice = [], set(), [], 0
+    for path in paths:
+        for row, raw in enumerate(read_rows(path), 1):
+            text, answer = problem_of(raw, f"{path} row {row}")
+            if (text, answer) in seen:
+                twice += 1
+                continue
+            seen.add((text, answer))
+            ids = make_ids(text)
+            if len(ids) > cfg.max_prompt_len:
+                long.append(f"{os.path.basename(path)}:{row}")
+                continue
+            problems.append(Problem(text, tuple(ids), answer, f"{path} row {row}"))
+    need(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --max_prompt_len {cfg.max_prompt_len} tokens",
+         "a larger --max_prompt_len")
+    dropped = f"; dropped {twice} repeated" if twice else ""
+    if long:
+        dropped += f"; dropped {len(long)} over {cfg.max_prompt_len} tokens: {' '.join(long[:5])}{' …' * (len(long) > 5)}"
+    say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
+    return problems
+
+
+def read_rows(path: str) -> list[Any]:
+    """Rows of a .json (a list), .jsonl or .parquet file. Raises UserError where there are none."""
+    file = Path(path)
+    need(file.is_file(), f"no data file {path}", "--data or --eval_data with a file that exists")
+    if file.suffix == ".parquet":
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError:
+            raise UserError(f"{path} is Parquet, and pyarrow is missing; needed: pip install pyarrow") from None
+        rows = parquet.read_table(file).to_pylist()
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path} is not UTF-8 (byte {e.start}); needed: .json, .jsonl or .parquet") from None
+        try:
+            rows = json.loads(text) if text.lstrip().startswith("[") and file.suffix != ".jsonl" else None
+        except json.JSONDecodeError as e:
+            raise UserError(f"{path} line {e.lineno} is not JSON ({e.msg}); needed: a JSON list") from None
+        rows = _jsonl(path, text) if rows is None else rows
+    need(len(rows) > 0, f"{path} is empty", "at least one row with a problem and its answer")
+    return rows
+
+
+def _jsonl(path: str, text: str) -> list[Any]:
+    rows = []
+    for i, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as e:
+                raise UserError(f"{path} row {i} is not JSON ({e.msg}); needed: one JSON object a line") from None
+    return rows
+
+
+def problem_of(row: Any, where: str) -> tuple[str, str]:
+    """Problem and answer of a row in any of the known shapes: ORZ's training pairs and evaluation rows, RLVR's messages,
+    Open-R1's problem/solution, plain prompt/answer. Raises UserError naming the row and what it lacks."""
+    if isinstance(row, list):  # ORZ training: [{"from", "value"}, {"from", "ground_truth": {"value"}}]
+        turns = [t for t in row if isinstance(t, dict)]
+        text = next((t["value"] for t in turns if "value" in t), None)
+        answer = next((t["ground_truth"].get("value") for t in turns if isinstance(t.get("ground_truth"), dict)), None)
+    elif isinstance(row, dict):
+        prompt = next((row[k] for k in ("prompt", "problem", "question", "messages") if row.get(k) is not None), None)
+        answer = next((row[k] for k in ("final_answer", "answer", "ground_truth", "solution") if row.get(k) is not None), None)
+        if isinstance(prompt, list):  # turns; the last that isn't the assistant's
+            turns = [t for t in prompt if isinstance(t, dict) and t.get("role", t.get("from")) not in ("assistant", "gpt")]
+            prompt = (turns[-1].get("value") or turns[-1].get("content")) if turns else None
+        if "answer" not in row and isinstance(answer, str) and answer is row.get("solution"):
+            answer = (re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer])[-1]
+        text = prompt
+    else:
+        text = answer = None
+    keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+    need(isinstance(text, str) and text.strip() != "", f"{where} has no problem (found: {keys})",
+         'a row like {"prompt": "1+1=", "answer": "2"}')
+    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    need(isinstance(answer, str | int | float) and str(answer).strip() != "", f"{where} has no answer (found: {keys})",
+         'a row like {"prompt": "1+1=", "answer": "2"}')
+    return text, str(answer)
+
+
+def templater(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
+    """Function from a problem's text to its prompt's tokens, the tokenizer's BOS in front where it has one."""
+    if template == "chat":
+        need(bool(getattr(tokenizer, "chat_template", None)), "this tokenizer has no chat template", "--template orz or plain")
+        return lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True,
+                                                          add_generation_prompt=True, return_dict=False)
+    if template not in TEMPLATES:
+        need(os.path.isfile(template), f"no template {template!r}", "--template orz, plain, chat or a text file with {problem}")
+        form = Path(template).read_text(encoding="utf-8")
+        need("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} where the problem goes")
+    else:
+        form = TEMPLATES[template]
+    return lambda text: tokenizer(form.replace("{problem}", text)).input_ids
+
+
+def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
+    """The step's prompts: the problems in an order reshuffled each epoch, a pure function of (seed, step)."""
+    first, n = step * cfg.prompts_per_step, len(problems)
+    return [problems[_order(cfg.seed, i // n, n)[i % n]] for i in range(first, first + cfg.prompts_per_step)]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1, epoch]).permutation(n)
+
+
+# --- packs
+
+
+def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int, quad: float = 0.0) -> list[list[list[list[int]]]]:
+    """Which sample goes where: parts[update][rank][pack] -> indices into `lengths` (S,), the step's samples.
+
+    Parts do not depend on the number of ranks, packs do not matter to the maths: so neither changes a run. Each rank gets
+    the same number of packs in a part (FSDP's collectives need it), the k-th packs of all ranks being of like cost.
+    """
+    order = np.random.default_rng([cfg.seed, 2, step]).permutation(len(lengths))
+    parts = []
+    for part in partition(lengths[order], cfg.parts):
+        part = order[part]
+        packs = max(1, -(-int(lengths[part].sum()) // (cfg.pack_len * ranks)))
+        while (bins := partition(lengths[part], packs * ranks, cfg.pack_len, quad)) is None:
+            packs += 1
+        bins.sort(key=lambda b: -_cost(lengths[part][b], quad).sum())
+        parts.append([[part[b].tolist() for b in bins[r::ranks]] for r in range(ranks)])
+    return parts
+
+
+def partition(lengths: np.ndarray, bins: int, cap: int | None = None, quad: float = 0.0) -> list[list[int]] | None:
+    """Indices of `lengths` in `bins` lists of nearly equal work (longest first, into the lightest that has room: LPT),
+    none with more than `cap` tokens; None where that fails. Work of a sample: length + quad × length² (attention)."""
+    cost = _cost(lengths, quad)
+    heap = [(0.0, b, 0) for b in range(bins)]  # work, bin, tokens
+    out: list[list[int]] = [[] for _ in range(bins)]
+    for i in np.argsort(-cost, kind="stable"):
+        full = []
+        while heap and cap is not None and heap[0][2] + lengths[i] > cap:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        work, b, tokens = heapq.heappop(heap)
+        out[b].append(int(i))
+        for entry in [(work + float(cost[i]), b, tokens + int(lengths[i])), *full]:
+            heapq.heappush(heap, entry)
+    return out
+
+
+def _cost(lengths: np.ndarray, quad: float) -> np.ndarray:
+    return lengths * (1.0 + quad * lengths)
+
+
+def pack(samples: Sequence[Sample]) -> Pack:
+    """Lay samples end to end. No samples make a filler: one token that no loss sees, so that every rank runs as many passes."""
+    if not samples:
+        zero = torch.zeros(1)
+        return Pack(zero.long(), zero.long(), torch.tensor([0, 1], dtype=torch.int32), zero.bool(), zero, zero, zero, 1, 0)
+    lengths = [s.length for s in samples]
+
+    def lay(prompt: Callable[[Sample], Any], response: Callable[[Sample], Any], dtype: torch.dtype) -> Tensor:
+        rows = [np.concatenate([np.broadcast_to(prompt(s), len(s.prompt)), np.broadcast_to(response(s), len(s.ids))])
+                for s in samples]
+        return torch.from_numpy(np.concatenate(rows)).to(dtype)
+
+    tokens = lay(lambda s: s.prompt, lambda s: s.ids, torch.int64)
+    ends = torch.tensor(lengths).cumsum(0)
+    rewards = torch.zeros(len(tokens))
+    rewards[ends - 1] = torch.tensor([s.reward for s in samples])
+    return Pack(
+        tokens=tokens,
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.cat([torch.zeros(1), ends]).int(),
+        mask=lay(lambda s: False, lambda s: True, torch.bool),
+        engine_logp=lay(lambda s: 0.0, lambda s: s.logp, torch.float32),
+        rewards=rewards,
+        advantages=lay(lambda s: 0.0, lambda s: s.advantage, torch.float32),
+        longest=max(lengths),
+        responses=len(samples),
+    )

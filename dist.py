@@ -1,0 +1,203 @@
+"""Everything that torch.distributed does here: start, shard, gather for the engine, exchange samples, sum, time.
+
+The rest of the project reads like single-device code. Parameters are sharded by FSDP2 (fully_shard) over all ranks, or
+within groups of `shard_ranks` and replicated across them. Gradients are *summed* over ranks: losses are already divided
+by global counts, so the rank count doesn't enter the maths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype  # of compute and gathers
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+def init(device: str = "auto", dtype: str = "auto") -> World:
+    """Join the ranks that torchrun started, or be the only one. device, dtype: as in configs.Config."""
+    if "RANK" not in os.environ:  # vLLM's external_launcher reads these too
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                               MASTER_PORT=str(s.getsockname()[1]))
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(where)
+    if not td.is_initialized():
+        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
+    return World(td.get_rank(), td.get_world_size(), where, kind)
+
+
+# --- parameters
+
+
+def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
+    """1-d over all ranks, or 2-d (replicate across, shard within groups of shard_ranks)."""
+    if shard_ranks in (0, world.size):
+        return init_device_mesh(world.device.type, (world.size,))
+    return init_device_mesh(world.device.type, (world.size // shard_ranks, shard_ranks),
+                            mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, checkpoint: bool = False) -> nn.Module:
+    """Shard a model of model.py in place: each decoder layer a group of its own, the rest (embedding, norm, head) the
+    root's. fp32 masters, `dtype` compute and gathers, fp32 reductions, sums instead of means."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if checkpoint:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over, mp_policy=precision)
+    fully_shard(model, mesh=over, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    return model
+
+
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every parameter, in the compute dtype, group by group: one gather a decoder layer, freed once
+    the consumer asks for the next group's first tensor. A consumer may keep a tensor no longer than that."""
+    groups = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)} or {"": model}
+    owned: dict[str, list[str]] = {g: [] for g in groups}
+    for name, _ in model.named_parameters():  # once each: a tied head is the embedding
+        owned[max((g for g in groups if g == "" or name.startswith(g + ".")), key=len)].append(name)
+    for g, group in groups.items():
+        if isinstance(group, FSDPModule):
+            group.unshard()
+        for name in owned[g]:
+            yield name, model.get_parameter(name).detach()
+        if isinstance(group, FSDPModule):
+            group.reshard()
+
+
+@contextlib.contextmanager
+def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, device: torch.device | str = "cpu",
+             offload: bool = True) -> Iterator[None]:
+    """While inside, the model's shards and its optimizer's state are on `device`; afterwards, with offload, on the host."""
+    move = torch.device(device).type == "cuda" and offload
+    if move:
+        _move(model, optimizer, device)
+    try:
+        yield
+    finally:
+        if move:
+            _move(model, optimizer, "cpu")
+            torch.cuda.empty_cache()
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device | str) -> None:
+    model.to(device)
+    for state in optimizer.state.values() if optimizer else ():
+        for k, v in state.items():
+            if isinstance(v, Tensor) and v.ndim > 0:
+                state[k] = v.to(device)
+
+
+def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
+    """Scale the gradients to a global norm of at most `limit`; returns the norm before, the same number on all ranks."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+# --- numbers and samples
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """Sum over ranks, a new tensor."""
+    x = x.clone()
+    td.all_reduce(x)
+    return x
+
+
+def all_max(x: Tensor) -> Tensor:
+    """Maximum over ranks, a new tensor."""
+    x = x.clone()
+    td.all_reduce(x, td.ReduceOp.MAX)
+    return x
+
+
+def gather(x: Any) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. For small ones."""
+    out: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(out, x)
+    return out
+
+
+def exchange(outgoing: Sequence[Any]) -> list[Any]:
+    """Send outgoing[r] to rank r; returns what the ranks sent here, in rank order. Pickled bytes over gloo."""
+    sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
+    sizes = torch.tensor([len(s) for s in sent])
+    arriving = torch.empty_like(sizes)
+    td.all_to_all_single(arriving, sizes)
+    inbox = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+    td.all_to_all_single(inbox, torch.cat(sent), arriving.tolist(), sizes.tolist())
+    return [pickle.loads(part.numpy().tobytes()) for part in inbox.split(arriving.tolist())]
+
+
+def balance(samples: Sequence[Any], keys: Sequence[int], plan: list[list[list[list[int]]]]) -> list[list[list[Any]]]:
+    """Move samples to the ranks that will train on them. `keys[i]` is samples[i]'s number in the step, plan[part][rank]
+    [pack] the numbers that data.assign laid out. Returns this rank's parts of packs of samples."""
+    rank, size = td.get_rank(), td.get_world_size()
+    mine = dict(zip(keys, samples, strict=True))
+    outgoing = [{k: mine[k] for part in plan for bin in part[r] for k in bin if k in mine} for r in range(size)]
+    here: dict[int, Any] = {}
+    for box in exchange(outgoing):
+        here |= box
+    return [[[here[k] for k in bin] for bin in part[rank]] for part in plan]
+
+
+# --- time
+
+
+TIMES: dict[str, float] = defaultdict(float)  # seconds by phase, since the last `times()`
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Add the seconds spent inside to TIMES[name]; on CUDA, until the device is done."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        TIMES[name] += time.perf_counter() - start
+
+
+def times() -> dict[str, float]:
+    """Seconds by phase since the last call."""
+    out = dict(TIMES)
+    TIMES.clear()
+    return out

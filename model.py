@@ -1,0 +1,302 @@
+"""Policy, critic and reference: Hugging Face decoders on packs, with chunked fp32 log-probs.
+
+A `Policy` or `Critic` holds the backbone as `.model` and its head beside it under the names that Hugging Face's own
+classes use, so state dicts, exports and the engine's loader need no renaming. Attention is one registered function,
+which serves packed training (varlen kernel on CUDA, padded rows on a CPU) and the torch engine's cached decoding.
+
+    policy = load_policy("path/to/Qwen2.5-7B")
+    logp, entropy = logprobs(policy, pack, temperature=1.0)      # (T,) each, fp32
+
+Temperature divides the logits, as in the engine. Log-probs are fp32 from fp32 logits: in bf16 they are off by 0.012
+nats, more than a clipped ratio can bear.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
+
+from configs import UserError, need
+from data import Pack
+
+CHUNK_BYTES = 2**28  # of fp32 logits held at once; a few such buffers live together
+
+
+# --- attention
+
+
+class Segments:
+    """Where the segments of a pack lie: what the attention function needs, made once a forward pass."""
+
+    def __init__(self, cu_seqlens: Tensor, longest: int) -> None:
+        self.cu_seqlens, self.longest = cu_seqlens, longest
+        self.groups: list[tuple[Tensor, Tensor]] = []  # CPU: (rows of token indices, which of them are real)
+        if cu_seqlens.device.type == "cpu":
+            lengths, starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
+            size = torch.tensor([max(int(n) - 1, 15).bit_length() for n in lengths])  # padding at most doubles a row
+            for s in size.unique():
+                n, first = lengths[size == s], starts[size == s]
+                column = torch.arange(int(n.max()))
+                real = column < n[:, None]
+                self.groups.append(((first[:, None] + column).where(real, first[:, None]), real))
+            places = torch.cat([rows[real] for rows, real in self.groups])
+            self.restore = torch.empty_like(places).scatter_(0, places, torch.arange(len(places)))
+
+
+def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
+                     segments: Segments | None = None, cache: Any = None, **_: Any) -> tuple[Tensor, None]:
+    """Causal attention within segments. query (1, H, T, d), key and value (1, Hkv, T, d) -> (1, T, H, d).
+
+    With `cache` (see rollout.Cache): keys and values go into it, and where `segments` is None, query (B, H, 1, d) looks
+    at the cache's rows.
+    """
+    if cache is not None:
+        cache.write(module.layer_idx, key, value)
+    if segments is None:
+        key, value, allowed = cache.read(module.layer_idx)
+        out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, d)
+    if query.is_cuda:
+        return varlen(query, key, value, segments, scaling)[None], None
+    outs = []
+    for rows, real in segments.groups:
+        q, k, v = (x[rows].transpose(1, 2) for x in (query, key, value))  # (N, H, L, d)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        outs.append(out.transpose(1, 2)[real])
+    return torch.cat(outs)[segments.restore][None], None
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float) -> Tensor:
+    """(T, H, d) by the in-tree flash kernel, whose signature moved between torch 2.11 and 2.13."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        causal["enable_gqa"] = True
+    cu, longest = segments.cu_seqlens, segments.longest
+    return varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, **causal)
+
+
+AttentionInterface.register("torz", packed_attention)
+
+
+# --- heads
+
+
+class ChunkedLogProbs(torch.autograd.Function):
+    """log p and entropy of a linear head's softmax, fp32, never more than CHUNK_BYTES of logits at once: forward keeps
+    only what came in and backward makes each chunk's logits again (one more product with the head)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logp, entropy, total = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        for c in chunks(len(targets), len(weight)):
+            z = logits_fp32(hidden[c], weight) / temperature
+            total[c] = z.logsumexp(-1)
+            logp[c] = z.gather(1, targets[c, None])[:, 0] - total[c]
+            entropy[c] = total[c] - (torch.softmax(z, -1) * z).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, total, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, total, entropy = ctx.saved_tensors
+        g_logp = torch.zeros_like(total) if g_logp is None else g_logp
+        g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for c in chunks(len(targets), len(weight)):
+            logp = logits_fp32(hidden[c], weight) / ctx.temperature - total[c, None]
+            p = logp.exp()
+            # d logp_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
+            g = -p * g_logp[c, None]
+            if g_entropy is not None:
+                g -= p * (logp + entropy[c, None]) * g_entropy[c, None]
+            g.scatter_add_(1, targets[c, None], g_logp[c, None])
+            g = (g / ctx.temperature).to(weight.dtype)
+            g_hidden[c] = g @ weight
+            g_weight += g.t() @ hidden[c]
+        return g_hidden, g_weight.to(weight.dtype), None, None
+
+
+def chunks(tokens: int, vocabulary: int) -> list[slice]:
+    """Slices of so many tokens that their fp32 logits take CHUNK_BYTES."""
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return [slice(i, i + size) for i in range(0, tokens, size)]
+
+
+def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (c, D) @ weight (V, D).T, accumulated and returned in fp32 whatever the inputs are."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.t().float()
+
+
+class LMHead(nn.Linear):
+    """The language model's head. Its forward makes log-probs, so that FSDP has its weight whole just then."""
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature)
+
+
+class Policy(nn.Module):
+    """A causal language model under Hugging Face's names: `model.*` and `lm_head.weight`."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = AutoModel.from_config(config, attn_implementation="torz")
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head the embedding where the config says so; to be called again after parameters were replaced."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """Last hidden states (…, D) of tokens (…,)."""
+        return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention).last_hidden_state
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (T,) fp32 of the pack's sampled tokens; 0 elsewhere. The head sees no other token."""
+        hidden = self.hidden(pack.tokens[None], pack.positions[None], segments=Segments(pack.cu_seqlens, pack.longest))[0]
+        at = pack.mask.nonzero()[:, 0]
+        logp, entropy = self.lm_head(hidden[at - 1], pack.tokens[at], temperature)
+        zero = logp.new_zeros(len(pack.tokens))
+        return zero.index_put((at,), logp), zero.index_put((at,), entropy)
+
+
+class Critic(nn.Module):
+    """A value model: backbone and bias-free scalar head, under the names of Hugging Face's sequence classifiers."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = AutoModel.from_config(config, attn_implementation="torz")
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def tie(self) -> None:
+        """Nothing is tied."""
+
+    def forward(self, pack: Pack) -> Tensor:
+        """Values (T,) fp32 before each of the pack's sampled tokens; 0 elsewhere."""
+        hidden = self.model(input_ids=pack.tokens[None], position_ids=pack.positions[None], use_cache=False,
+                            segments=Segments(pack.cu_seqlens, pack.longest)).last_hidden_state[0]
+        at = pack.mask.nonzero()[:, 0]
+        value = self.score(hidden[at - 1])[:, 0].float()
+        return value.new_zeros(len(pack.tokens)).index_put((at,), value)
+
+
+def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    """log p(tokens[t]) and entropy there, (T,) fp32 in nats; 0 where mask is false. See Pack for the alignment."""
+    return policy(pack, temperature)
+
+
+def values(critic: nn.Module, pack: Pack) -> Tensor:
+    """V before token t, (T,) fp32; 0 where mask is false."""
+    return critic(pack)
+
+
+# --- loading
+
+
+def load_config(path: str) -> PreTrainedConfig:
+    """The folder's model config. Raises UserError for what isn't there or can't be trained here."""
+    folder = Path(path)
+    need(path != "" and folder.is_dir(), f"no model folder {path!r}", "--model with a Hugging Face folder that exists")
+    need((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
+    need(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files", "weights saved by save_pretrained")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    need(not experts, f"{path} is a mixture of experts ({config.model_type})", "a dense decoder")
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or []) or (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+    need(not sliding, f"{path} uses sliding-window attention ({config.model_type})", "a decoder with full attention")
+    return config
+
+
+def load_tokenizer(path: str) -> Any:
+    """The folder's tokenizer. Raises UserError where it has none."""
+    need(Path(path).is_dir(), f"no model folder {path!r}", "--model with a Hugging Face folder that exists")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} has no tokenizer ({str(e).splitlines()[0][:100]}); needed: tokenizer.json and "
+                         "tokenizer_config.json beside the weights") from None
+
+
+def load_policy(path: str, device: torch.device | str = "cpu", place: Callable[[nn.Module], nn.Module] = lambda m: m,
+                ) -> Policy:
+    """The folder's causal language model, in fp32. `place` (dist.shard) is applied while the parameters are still on the
+    meta device: then each rank allocates and reads only its own slices."""
+    config = load_config(path)
+    with torch.device("meta"):
+        policy = Policy(config)
+    return _fill(place(policy), path, device)
+
+
+def load_critic(path: str, device: torch.device | str = "cpu", place: Callable[[nn.Module], nn.Module] = lambda m: m,
+                seed: int = 0) -> Critic:
+    """A critic whose backbone is the folder's and whose head is drawn from N(0, 1/(D+1)), unless the folder has one."""
+    config = load_config(path)
+    with torch.device("meta"):
+        critic = Critic(config)
+    critic = _fill(place(critic), path, device)
+    if "score.weight" not in files_keys(path):
+        head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
+        fill(critic.score.weight, head * (config.hidden_size + 1) ** -0.5)
+    return critic
+
+
+@torch.no_grad()
+def fill(param: Tensor, full: Tensor) -> None:
+    """Copy a full tensor into a parameter that may be sharded."""
+    if isinstance(param, DTensor):
+        full = distribute_tensor(full.to(param.device, param.dtype), param.device_mesh, param.placements,
+                                 src_data_rank=None)
+    param.copy_(full)
+
+
+def files_keys(path: str) -> set[str]:
+    """Names of the tensors in the folder's safetensors files."""
+    from safetensors import safe_open
+
+    keys: set[str] = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as f:
+            keys |= set(f.keys())
+    return keys
+
+
+def state_keys(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state dict without a head that is the embedding."""
+    state = model.state_dict()
+    if isinstance(model, Policy) and model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def _fill(model: nn.Module, path: str, device: torch.device | str) -> Any:
+    model.to_empty(device=device)
+    model.tie()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)  # to_empty left garbage in its buffers
+    have = files_keys(path)
+    state = {k: v for k, v in state_keys(model).items() if k in have or not k.startswith("score")}
+    missing = sorted(set(state) - have)
+    need(not missing, f"{path} lacks {len(missing)} tensors, {missing[0] if missing else ''} for one",
+         f"weights of a {model.config.model_type} saved by save_pretrained")
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(path), no_dist=not torch.distributed.is_initialized())
+    return model.train()

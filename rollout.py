@@ -1,0 +1,425 @@
+"""Sampling: two engines with one interface, grading as responses finish, and evaluation.
+
+    with engine.awake(full_weights(policy), version=step):
+        samples = rollout(engine, grader, {slot: problem, …}, n=8, key=(seed, step), …)
+
+`TorchEngine` is plain PyTorch with a static KV cache and needs nothing else: the default on a CPU. `VLLMEngine` lives
+inside the training rank, has the device while it is awake and gives it back asleep. All contact with vLLM is here.
+
+Weights come only through `awake`, and `generate` refuses to run on any other version than it is told: stale weights are
+the costliest silent fault of such systems. Randomness is counted: a sample depends on (key, slot, index) and on nothing
+that was drawn before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs import Config, UserError, need
+from data import Problem, Sample
+from model import Policy, Segments, load_config, logits_fp32
+from reward import Grader
+
+TRAIN, EVAL = 1, 2  # streams of randomness
+
+
+class Engine:
+    """What both engines share: versions, what ends a response, and how a Sample is made."""
+
+    def __init__(self, path: str, tokenizer: Any, cfg: Config) -> None:
+        self.tokenizer, self.cfg = tokenizer, cfg
+        self.config = load_config(path)
+        self.eos = eos_ids(path, tokenizer, self.config)
+        self.version: int | None = None  # of the weights it holds; None while asleep
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.group, self.groups, self.place = rank // cfg.tp, world // cfg.tp, rank % cfg.tp  # engine, of how many, seat in it
+
+    def check(self, version: int) -> None:
+        """Raises RuntimeError unless the engine is awake with just these weights."""
+        if self.version != version:
+            raise RuntimeError(f"the engine holds weights of step {self.version} and was asked for step {version}; "
+                               "generate inside `with engine.awake(full_weights(policy), version=step)`")
+
+    def sample(self, slot: int, index: int, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
+               stopped: bool) -> Sample:
+        """The Sample of one finished response; its text goes without the EOS token that ended it."""
+        body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
+        return Sample(slot, index, tuple(prompt), ids, logp, stopped, self.tokenizer.decode(body.tolist()), self.version)
+
+    def room(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """Tokens that the response to `prompt` may have."""
+        return min(max_tokens, self.cfg.model_len - len(prompt))
+
+
+def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
+    """Every token that ends a response: the tokenizer's, the model's and the generation config's (base and chat models
+    name different ones, and a missed one counts as a truncation)."""
+    found: list[Any] = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    if (Path(path) / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        found.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
+    return {int(i) for f in found if f is not None for i in (f if isinstance(f, list | tuple) else [f])}
+
+
+# --- plain PyTorch
+
+
+class Cache:
+    """Static keys and values of B rows, (B, Hkv, columns, d) a layer. Prompts end at one column, `width`, so that all rows
+    write the same column at each step; what lies left of a shorter prompt is masked."""
+
+    def __init__(self, config: Any, rows: int, width: int, columns: int, like: Tensor) -> None:
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (rows, config.num_key_value_heads, columns, head)
+        self.k = [like.new_empty(shape) for _ in range(config.num_hidden_layers)]
+        self.v = [like.new_empty(shape) for _ in range(config.num_hidden_layers)]
+        self.width, self.at = width, width
+        self.allowed: Tensor | None = None  # (B, 1, 1, columns), None where all prompts are as long
+        self.place: tuple[Tensor, Tensor] | None = None  # while prefilling: (row, column) of each token
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Prefill: key, value (1, Hkv, T, d) to their places. Decode: (B, Hkv, 1, d) to column `at`."""
+        if self.place is not None:
+            row, column = self.place
+            self.k[layer][row, :, column] = key[0].transpose(0, 1)
+            self.v[layer][row, :, column] = value[0].transpose(0, 1)
+        else:
+            self.k[layer][:, :, self.at] = key[:, :, 0]
+            self.v[layer][:, :, self.at] = value[:, :, 0]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values up to column `at`, and which of them a row may see."""
+        end = self.at + 1
+        return (self.k[layer][:, :, :end], self.v[layer][:, :, :end],
+                None if self.allowed is None else self.allowed[..., :end])
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order; a row may come twice."""
+        for tensors in (self.k, self.v):
+            for i, t in enumerate(tensors):
+                tensors[i] = t[rows]
+        if self.allowed is not None:
+            self.allowed = self.allowed[rows]
+
+
+class TorchEngine(Engine):
+    """Batched decoding in waves of `max_num_seqs` responses, longest prompts first; a prompt is prefilled once for all its
+    samples; finished rows are dropped from the batch as it thins out."""
+
+    def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(path, tokenizer, cfg)
+        with torch.device("meta"):
+            policy = Policy(self.config)
+        self.policy = policy.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+        self.policy.tie()
+        self.policy.model.rotary_emb = type(self.policy.model.rotary_emb)(self.config).to(device)
+        self.device = device
+        self.ends = torch.tensor(sorted(self.eos), device=device)
+        self.may_stop = torch.tensor(_may_end(tokenizer, self.config.vocab_size, cfg.stop), device=device)
+
+    @contextlib.contextmanager
+    def awake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[TorchEngine]:
+        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside."""
+        have = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                have.pop(name).copy_(tensor)
+        assert not have, f"weights not sent: {sorted(have)[:3]}"
+        self.version = version
+        try:
+            yield self
+        finally:
+            self.version = None
+
+    @torch.inference_mode()
+    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
+                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+        """`n` responses to each prompt (slot -> tokens), in the order in which they finish. temperature 0 is greedy.
+        Raises RuntimeError on stale weights."""
+        self.check(version)
+        rows = [(slot, i) for slot in sorted(prompts, key=lambda s: (-len(prompts[s]), s)) for i in range(n)]
+        for first in range(0, len(rows), self.cfg.max_num_seqs):
+            yield from self._wave(rows[first:first + self.cfg.max_num_seqs], prompts, temperature, max_tokens, key)
+
+    def _wave(self, rows: list[tuple[int, int]], prompts: Mapping[int, Sequence[int]], temperature: float,
+              max_tokens: int, key: tuple[int, ...]) -> Iterator[Sample]:
+        room = torch.tensor([self.room(prompts[s], max_tokens) for s, _ in rows], device=self.device)
+        steps = int(room.max())
+        draws = torch.from_numpy(np.stack([uniforms((*key, *row), steps) for row in rows])).to(self.device)
+        cache, hidden = self._prefill([s for s, _ in rows], prompts, steps)
+        lengths = torch.tensor([len(prompts[s]) for s, _ in rows], device=self.device)
+        ids = torch.zeros(len(rows), steps, dtype=torch.int64, device=self.device)
+        logp = torch.zeros(len(rows), steps, device=self.device)
+        alive = torch.arange(len(rows), device=self.device)  # cache row -> row of the wave
+        running = torch.ones(len(rows), dtype=torch.bool, device=self.device)  # of the cache's rows
+        for t in range(steps):
+            token, lp = choose(logits_fp32(hidden, self.policy.lm_head.weight), draws[alive, t], temperature)
+            ids[alive, t], logp[alive, t] = token, lp
+            stopped = self._stopped(token, ids, alive, t) & running
+            done = stopped | (running & (room[alive] == t + 1))
+            if done.any():
+                for j in done.nonzero()[:, 0].tolist():
+                    r = int(alive[j])
+                    slot, index = rows[r]
+                    yield self.sample(slot, index, prompts[slot], ids[r, :t + 1].cpu().numpy().astype(np.int32),
+                                      logp[r, :t + 1].cpu().numpy(), bool(stopped[j]))
+                running = running & ~done
+                left = int(running.sum())
+                if left == 0:
+                    return
+                if left <= 0.8 * len(running):  # copying the cache costs; do it when a fifth has gone
+                    stay = running.nonzero()[:, 0]
+                    cache.keep(stay)
+                    alive, token, running = alive[stay], token[stay], running[stay]
+            cache.at = cache.width + t
+            hidden = self.policy.hidden(token[:, None], (lengths[alive] + t)[:, None], cache=cache)[:, 0]
+
+    def _prefill(self, slots: list[int], prompts: Mapping[int, Sequence[int]], steps: int) -> tuple[Cache, Tensor]:
+        """Cache and last hidden state (B, D) of the rows' prompts, each distinct one computed once."""
+        unique = list(dict.fromkeys(slots))
+        width = max(len(prompts[s]) for s in unique)
+        cache = Cache(self.config, len(unique), width, width + steps, self.policy.lm_head.weight)
+        last, pending, tokens = [], [], 0
+        for r, s in enumerate(unique):
+            pending.append((r, prompts[s]))
+            tokens += len(prompts[s])
+            if tokens >= self.cfg.pack_len or r == len(unique) - 1:
+                last.append(self._prefill_pack(cache, pending))
+                pending, tokens = [], 0
+        lengths = torch.tensor([len(prompts[s]) for s in unique], device=self.device)
+        if int(lengths.min()) < width:
+            cache.allowed = (torch.arange(width + steps, device=self.device) >= width - lengths[:, None])[:, None, None]
+        cache.place = None
+        rows = torch.tensor([unique.index(s) for s in slots], device=self.device)
+        if slots != unique:
+            cache.keep(rows)
+        return cache, torch.cat(last)[rows]
+
+    def _prefill_pack(self, cache: Cache, prompts: list[tuple[int, Sequence[int]]]) -> Tensor:
+        lengths = [len(p) for _, p in prompts]
+        ends = torch.tensor(lengths).cumsum(0)
+        cu = torch.cat([torch.zeros(1), ends]).int().to(self.device)
+        row = torch.cat([torch.full((len(p),), r) for r, p in prompts])
+        column = torch.cat([torch.arange(cache.width - len(p), cache.width) for _, p in prompts])
+        cache.place = (row.to(self.device), column.to(self.device))
+        tokens = torch.cat([torch.tensor(p) for _, p in prompts]).to(self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        hidden = self.policy.hidden(tokens[None], positions[None], segments=Segments(cu, max(lengths)), cache=cache)[0]
+        return hidden[ends.to(self.device) - 1]
+
+    def _stopped(self, token: Tensor, ids: Tensor, alive: Tensor, t: int) -> Tensor:
+        """(B,) whether EOS or a stop string has just been completed. Text is looked at only where a token could do so."""
+        stopped = torch.isin(token, self.ends)
+        for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
+            tail = self.tokenizer.decode(ids[alive[j], max(0, t - 31):t + 1].tolist())
+            before = self.tokenizer.decode(ids[alive[j], max(0, t - 31):t].tolist())
+            stopped[j] = any(tail.count(s) > before.count(s) for s in self.cfg.stop)
+        return stopped
+
+
+def choose(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Token (B,) drawn from softmax(logits / temperature) by the uniforms u (B,), by inverting the cumulative
+    distribution, and its log-prob there; temperature 0 takes the likeliest."""
+    if temperature == 0:
+        logp = logits.log_softmax(-1)
+        token = logp.argmax(-1)
+    else:
+        logp = (logits / temperature).log_softmax(-1)
+        cumulative = logp.double().exp().cumsum(-1)
+        token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+        token = token.clamp(max=logits.shape[1] - 1)
+    return token, logp.gather(1, token[:, None])[:, 0]
+
+
+def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
+    """(count,) uniforms in [0, 1) that depend on the key alone; a longer draw begins with the shorter one."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+
+
+def _may_end(tokenizer: Any, vocabulary: int, stop: Sequence[str]) -> list[bool]:
+    """For each token, whether some stop string can end inside its text."""
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) + [""] * (vocabulary - len(tokenizer))
+    tails = [s[i:] for s in stop for i in range(len(s))]
+    return [any(s in t for s in stop) or any(t.startswith(tail) for tail in tails) for t in texts[:vocabulary]]
+
+
+# --- vLLM
+
+
+class VLLMEngine(Engine):
+    """vLLM inside the rank. `awake` owns the choreography: wake the weights' memory, stream the weights layer by layer, wake
+    the KV cache, forget cached prefixes; on leaving, drop requests and sleep at level 2, which keeps no weights: they
+    come anew each step. Tested with vLLM 0.26 to 0.32."""
+
+    def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(path, tokenizer, cfg)
+        self.cuda = torch.device(device).type == "cuda"
+        LLM = _import_vllm()
+        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True) if self.cuda
+                  else dict(kv_cache_memory_bytes=2**28))
+        rng = torch.get_rng_state()
+        with contextlib.ExitStack() as quiet:
+            if not os.environ.get("TORZ_VERBOSE"):
+                quiet.enter_context(_muted())
+            self.llm = LLM(model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.model_len,
+                           max_num_seqs=cfg.max_num_seqs, seed=self.group, tensor_parallel_size=cfg.tp,
+                           distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
+                           load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
+        torch.set_rng_state(rng)  # LLM() reseeds every generator
+        self.llm.sleep(level=2)
+
+    @contextlib.contextmanager
+    def awake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[VLLMEngine]:
+        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+        self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.apply_model(_repack_tied_head)
+        self.llm.wake_up(tags=["kv_cache"])
+        assert self.llm.reset_prefix_cache() is not False, "vLLM would not forget its cached prefixes"
+        self.version = version
+        try:
+            yield self
+        finally:
+            self.version = None
+            engine = self.llm.llm_engine
+            if engine.has_unfinished_requests():
+                engine.abort_request(list(engine.output_processor.request_states))
+            self.llm.sleep(level=2)
+
+    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
+                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+        """`n` responses to each prompt (slot -> tokens), a prompt's as soon as all are done. temperature 0 is greedy.
+        Raises RuntimeError on stale weights."""
+        from vllm import SamplingParams
+
+        self.check(version)
+        slots = sorted(prompts, key=lambda s: (-len(prompts[s]), s))  # longest first: it would end last
+        params = [SamplingParams(
+            n=n, temperature=temperature, seed=int(np.random.SeedSequence((*key, s)).generate_state(1, np.uint32)[0]),
+            max_tokens=self.room(prompts[s], max_tokens), stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos),
+            logprobs=0, flat_logprobs=True, skip_special_tokens=False) for s in slots]
+        ids = self.llm.enqueue([{"prompt_token_ids": list(prompts[s])} for s in slots], params, use_tqdm=False)
+        slot_of = dict(zip(ids, slots, strict=True))
+        mine = set(sorted(slots)[self.place::self.cfg.tp])  # the ranks of one engine see all and share out what is kept
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                slot = slot_of[out.request_id]
+                if not out.finished or slot not in mine:
+                    continue
+                for o in out.outputs:
+                    tokens = np.array(o.token_ids, dtype=np.int32)
+                    yield self.sample(slot, o.index, prompts[slot], tokens, _sampled_logprobs(o.logprobs, tokens),
+                                      o.finish_reason == "stop")
+
+
+def _import_vllm() -> Any:
+    """vLLM's LLM class, set up for life inside a training rank before it is first imported."""
+    for k, v in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
+                     TOKENIZERS_PARALLELISM="false").items():
+        os.environ.setdefault(k, v)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a compile of 13 s hides in the first call
+    try:
+        from vllm import LLM
+    except ImportError as e:
+        raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); needed: "
+                         "pip install -r requirements.txt, or --engine torch") from None
+    return LLM
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """vLLM's loading bars and native warnings go nowhere; TORZ_VERBOSE=1 lets them through."""
+    import sys
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        for fd, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, fd)
+            os.close(old)
+
+
+def _repack_tied_head(model: Any) -> None:
+    """vLLM's CPU build keeps a packed copy of a tied head, which a reload leaves stale, silently."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.weight is model.model.embed_tokens.weight and head.weight.device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _sampled_logprobs(logprobs: Any, tokens: np.ndarray) -> np.ndarray:
+    """(L,) log-probs of the sampled tokens, which stand first at each position of vLLM's flat list."""
+    flat = np.array(logprobs.logprobs, dtype=np.float32)
+    starts = np.array(logprobs.start_indices)
+    assert (np.array(logprobs.token_ids)[starts] == tokens).all()
+    return flat[starts]
+
+
+# --- what the loop calls
+
+
+def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
+    """The engine that cfg asks for. Raises UserError where it can't be had."""
+    kind = cfg.engine if cfg.engine != "auto" else "vllm" if device.type == "cuda" else "torch"
+    need(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
+    return (VLLMEngine if kind == "vllm" else TorchEngine)(path, tokenizer, cfg, device, dtype)
+
+
+def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
+            max_tokens: int, key: tuple[int, ...], version: int, kind: str = "math") -> list[Sample]:
+    """`n` graded samples of each problem (slot -> problem), ordered by (slot, index). Grading goes on beside generation."""
+    samples: dict[tuple[int, int], Sample] = {}
+    for s in engine.generate({k: p.ids for k, p in problems.items()}, n, temperature, max_tokens, key, version):
+        samples[s.slot, s.index] = s
+        grader.submit((s.slot, s.index), s.text, problems[s.slot].answer, s.stopped, kind)
+    grades = grader.results()
+    return [replace(samples[k], reward=grades[k].reward, reason=grades[k].reason, answer=grades[k].answer)
+            for k in sorted(samples)]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over problems, which add up over ranks."""
+
+    problems: int
+    mean: float  # sum over problems of the mean reward of their samples
+    any: float  # problems with at least one success
+    samples: int
+    truncated: int
+    tokens: int
+
+
+def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cfg: Config, step: int,
+             which: int = 0) -> tuple[list[Sample], Score]:
+    """cfg.eval_samples responses to each held-out problem (slot -> problem) at cfg.eval_temperature, and their sums. The
+    randomness is the same at every step, so that evaluations differ by the weights alone."""
+    samples = rollout(engine, grader, problems, cfg.eval_samples, cfg.eval_temperature, cfg.max_response_len,
+                      (cfg.seed, EVAL, which), step, "math" if ":" in cfg.reward else cfg.reward)
+    by_slot: dict[int, list[float]] = {}
+    for s in samples:
+        by_slot.setdefault(s.slot, []).append(s.reward)
+    return samples, Score(len(by_slot), sum(sum(r) / len(r) for r in by_slot.values()),
+                          sum(any(x > 0 for x in r) for r in by_slot.values()), len(samples),
+                          sum(not s.stopped for s in samples), sum(len(s.ids) for s in samples))

@@ -1,0 +1,427 @@
+"""The loop: reinforcement learning from verifiable rewards, PPO with its own critic or a critic-free GRPO.
+
+    torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
+    torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
+    python train.py PRESET --help
+
+One process per GPU, all running this same program. Each step: the engine wakes with the policy's weights and samples,
+answers are graded meanwhile, samples are laid out in packs of equal work, and critic and policy take their updates.
+Reads top down: `main` is the paper's algorithm, the functions below it are its lines.
+
+Departs from Open-Reasoner-Zero: losses are divided by token counts of the whole update over all ranks, so a run doesn't
+depend on how many ranks or packs it took; no sample is dropped or repeated; the old log-prob pass is left out where the
+ratio is 1 anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from configs import Config, UserError, check_ranks, parse, plan
+
+if __name__ == "__main__":  # before torch is imported: --help and typing mistakes are answered at once
+    try:
+        CONFIG = parse()
+    except UserError as e:
+        sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import ckpt
+import dist
+import grpo
+import ppo
+from data import Pack, Problem, Sample, assign, batch_at, load_problems, pack
+from log import Logger, Meter, story
+from model import load_critic, load_policy, load_tokenizer, logprobs, values
+from reward import REASONS, Grader
+from rollout import TRAIN, Engine, Score, evaluate, make_engine, rollout
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
+
+
+@dataclass
+class Trainee:
+    """A model in training: its shards, its optimizer, its name in logs and checkpoints."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def main(cfg: Config) -> None:
+    """Train as cfg says. Raises UserError, the same on every rank, for what a user can mend."""
+    world = dist.init(cfg.device, cfg.dtype)
+    check_ranks(cfg, world.size)
+    out = ckpt.preflight(cfg.out)
+    say = print if world.main else lambda text: None
+    tokenizer = load_tokenizer(cfg.model)
+    problems = load_problems(cfg.data, tokenizer, cfg, say)
+    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
+    cfg = cfg.with_steps(len(problems))
+    grader = make_grader(cfg)
+    engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
+    policy, critic, ref = load_models(cfg, world)
+    models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
+    found = ckpt.find(out, cfg.resume)
+    start = ckpt.resume(found, models) if found else 0
+    log = Logger(out, cfg, world.main, start, {"torch": torch.__version__, "transformers": transformers.__version__})
+    for row in plan(cfg, world.size).items():
+        log.say("{:30} {}".format(*row))
+    if found:
+        log.say(f"resumed after {start} steps from {found}")
+
+    for step in range(start, cfg.steps + 1):
+        began, meter, metrics = time.perf_counter(), Meter(world.device), {}
+        with engine.awake(dist.full_weights(policy.model), version=step):
+            last = step == cfg.steps
+            if held_out and cfg.eval_every and (step % cfg.eval_every == 0 or last):
+                with dist.phase("eval"):
+                    metrics |= evaluate_all(engine, grader, held_out, cfg, step, log)
+            if last:
+                break
+            with dist.phase("rollout"):
+                samples = sample_step(engine, grader, problems, step, cfg)
+        with dist.phase("pack"):
+            if cfg.algo == "grpo":
+                samples = add_group_advantages(samples, cfg)
+            parts = make_packs(samples, step, cfg, world, policy.model)
+            measure_samples(meter, samples, policy.model, cfg)
+        if ref:
+            with dist.phase("ref"), dist.resident(ref, None, world.device, cfg.offload):
+                parts = each(parts, lambda p: replace(p, ref_logp=frozen(logprobs, ref, p, cfg.temperature)[0]))
+        if cfg.policy_updates > 1 or (ref and cfg.kl_in == "reward"):
+            with dist.phase("old_logp"), resident(policy, world, cfg):
+                parts = each(parts, lambda p: replace(p, old_logp=frozen(logprobs, policy.model, p, cfg.temperature)[0]))
+        if critic:
+            with dist.phase("critic"), resident(critic, world, cfg):
+                parts = estimate_advantages(critic, parts, cfg, meter)
+                train_critic(critic, parts, step, cfg, meter, log)
+        elif cfg.advantage == "group_mean_whiten":
+            parts = whiten_advantages(parts)
+        if step >= cfg.freeze_policy_steps:
+            with dist.phase("policy"), resident(policy, world, cfg):
+                train_policy(policy, parts, step, cfg, meter, log)
+
+        metrics |= report(meter, cfg, world, began)
+        log.step(step, metrics)
+        check_gap(metrics, cfg)
+        if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
+            ckpt.save(out, step + 1, models, cfg.keep)
+    if metrics:
+        log.step(cfg.steps, metrics)
+    if cfg.steps > start or not found:
+        ckpt.save(out, cfg.steps, models, cfg.keep)
+    for t in (policy, critic) if critic else (policy,):
+        ckpt.export_hf(dist.full_weights(t.model), t.model, tokenizer, cfg.model, out / "export" / t.name)
+    grader.close()
+    log.close()
+    if world.main:
+        print(story(Path(os.path.relpath(out))))
+
+
+# --- starting
+
+
+def make_grader(cfg: Config) -> Grader:
+    """Grading processes beside this rank, with the user's own function if there is one."""
+    custom = cfg.reward if ":" in cfg.reward else None
+    if not custom and cfg.reward not in ("math", "choice", "exact"):
+        raise UserError(f"no reward {cfg.reward!r}; needed: --reward math, choice, exact or path/to/file.py:function")
+    try:
+        return Grader(workers=cfg.grade_workers, deadline=cfg.grade_deadline, reward=custom)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+
+
+def load_models(cfg: Config, world: dist.World) -> tuple[Trainee, Trainee | None, nn.Module | None]:
+    """Policy, critic (PPO only) and reference (only where its coefficient isn't 0), sharded, in fp32."""
+    over = dist.mesh(world, cfg.shard_ranks)
+    place = partial(dist.shard, over=over, dtype=world.dtype, checkpoint=cfg.checkpoint_activations)
+    home = "cpu" if cfg.offload else world.device
+
+    def trainee(name: str, model: nn.Module, lr: float) -> Trainee:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay)
+        return Trainee(name, model, optimizer)
+
+    policy = trainee("policy", load_policy(cfg.model, home, place), cfg.policy_lr)
+    critic = None
+    if cfg.algo == "ppo":
+        critic = trainee("critic", load_critic(cfg.critic_model or cfg.model, home, place, cfg.seed), cfg.critic_lr)
+    ref = load_policy(cfg.model, home, place).requires_grad_(False) if cfg.kl_coef else None
+    return policy, critic, ref
+
+
+def resident(who: Trainee, world: dist.World, cfg: Config):
+    """`who` has the device while inside."""
+    return dist.resident(who.model, who.optimizer, world.device, cfg.offload)
+
+
+# --- sampling
+
+
+def share(problems: Sequence[Problem], engine: Engine) -> dict[int, Problem]:
+    """This engine's part of a batch, by slot: every `engine.groups`-th, so that no engine waits long for another."""
+    return {i: p for i, p in enumerate(problems) if i % engine.groups == engine.group}
+
+
+def sample_step(engine: Engine, grader: Grader, problems: Sequence[Problem], step: int, cfg: Config) -> list[Sample]:
+    """This rank's graded samples of the step, ordered by (slot, index)."""
+    kind = "math" if ":" in cfg.reward else cfg.reward
+    return rollout(engine, grader, share(batch_at(problems, step, cfg), engine), cfg.samples_per_prompt, cfg.temperature,
+                   cfg.max_response_len, (cfg.seed, TRAIN, step), step, kind)
+
+
+def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]], cfg: Config, step: int,
+                 log: Logger) -> dict[str, float]:
+    """Accuracy on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
+    metrics, rows, k = {}, [], cfg.eval_samples
+    for which, (name, problems) in enumerate(sets.items()):
+        samples, score = evaluate(engine, grader, share(problems, engine), cfg, step, which)
+        total = Score(*dist.all_sum(torch.tensor(list(asdict(score).values()), dtype=torch.float64)).tolist())
+        metrics |= {f"eval/{name}/avg@{k}": total.mean / total.problems,
+                    f"eval/{name}/response_len": total.tokens / total.samples,
+                    f"eval/{name}/truncated": total.truncated / total.samples}
+        if k > 1:
+            metrics[f"eval/{name}/pass@{k}"] = total.any / total.problems
+        found = [row for part in dist.gather([row_of(s, problems[s.slot], name) for s in samples]) for row in part]
+        rows += sorted(found, key=lambda r: (r["slot"], r["index"]))
+    log.rows("eval", step, rows)
+    return metrics
+
+
+def row_of(s: Sample, problem: Problem, name: str) -> dict:
+    """A sample as people and scripts read it."""
+    return dict(set=name, slot=s.slot, index=s.index, problem=problem.text, gold=problem.answer, response=s.text,
+                answer=s.answer, reward=s.reward, reason=s.reason, stopped=s.stopped, tokens=len(s.ids))
+
+
+# --- packs and advantages
+
+
+def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
+    """Each sample's advantage over the others of its prompt, which all are on this rank."""
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+    advantages = grpo.group_advantages(rewards, cfg.advantage).flatten().tolist()
+    return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
+
+
+def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World, model: nn.Module) -> list[list[Pack]]:
+    """The step's samples as parts (one an update of whoever takes more of them) of packs, equal work on every rank."""
+    keys = [s.slot * cfg.samples_per_prompt + s.index for s in samples]
+    lengths = torch.zeros(cfg.samples_per_step, dtype=torch.int64)
+    lengths[keys] = torch.tensor([s.length for s in samples])
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    quad = layers * width / sum(p.numel() for p in model.parameters())  # attention's share: 6·layers·width·L of 6N a token
+    layout = assign(dist.all_sum(lengths).numpy(), world.size, cfg, step, quad)
+    return [[pack(bin).to(world.device) for bin in part] for part in dist.balance(samples, keys, layout)]
+
+
+def each(parts: list[list[Pack]], f: Callable[[Pack], Pack]) -> list[list[Pack]]:
+    """f over every pack."""
+    return [[f(p) for p in part] for part in parts]
+
+
+@torch.no_grad()
+def frozen(f: Callable, *args):
+    """f without a graph."""
+    return f(*args)
+
+
+def estimate_advantages(critic: Trainee, parts: list[list[Pack]], cfg: Config, meter: Meter) -> list[list[Pack]]:
+    """Values, rewards less KL where it goes there, GAE, and advantages whitened over the whole step."""
+    def estimate(p: Pack) -> Pack:
+        v = frozen(values, critic.model, p)
+        rewards = p.rewards
+        if cfg.kl_coef and cfg.kl_in == "reward":
+            rewards = rewards - torch.where(p.mask, cfg.kl_coef * ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator), 0)
+        advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
+        n, error, r = p.mask.sum(), (returns - v)[p.mask].double(), returns[p.mask].double()
+        meter.add("values", v[p.mask].sum(), n)
+        meter.add("returns", r.sum(), n)
+        meter.add("returns²", (r * r).sum(), n)
+        meter.add("error", error.sum(), n)
+        meter.add("error²", (error * error).sum(), n)
+        return replace(p, values=v, advantages=advantages, returns=returns)
+
+    return whiten_advantages(each(parts, estimate))
+
+
+def whiten_advantages(parts: list[list[Pack]]) -> list[list[Pack]]:
+    """Advantages with mean 0 and deviation 1 over all response tokens of the step, on all ranks."""
+    total = dist.all_sum(sum(ppo.moments(p.advantages, p.mask) for part in parts for p in part))
+    return each(parts, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, total)))
+
+
+# --- updates
+
+
+def updates_of(parts: list[list[Pack]], count: int) -> list[list[Pack]]:
+    """The step's parts joined to `count` updates."""
+    size = len(parts) // count
+    return [[p for part in parts[i * size:(i + 1) * size] for p in part] for i in range(count)]
+
+
+def counts(packs: Sequence[Pack]) -> tuple[float, float]:
+    """Response tokens and responses of an update on all ranks: the denominators of its losses."""
+    tokens, responses = dist.all_sum(torch.tensor([sum(int(p.mask.sum()) for p in packs),
+                                                   sum(p.responses for p in packs)])).tolist()
+    return max(tokens, 1), max(responses, 1)
+
+
+def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
+    """The step's critic updates: values towards the returns."""
+    updates = updates_of(parts, cfg.critic_updates)
+    with log.bar("Critic Train", sum(map(len, updates))) as bar:
+        for i, packs in enumerate(updates):
+            tokens, _ = counts(packs)
+            lr = cfg.lr("critic", step, i)
+            for p in packs:
+                v = values(critic.model, p)
+                loss = ppo.value_loss(v, p.values, p.returns, p.mask, tokens, cfg.value_clip)
+                loss.backward()
+                meter.add("value_loss", loss * tokens, p.mask.sum())
+                if not bar.disable:
+                    bar.set_postfix(critic_loss=f"{loss.item():.4f}", values=f"{v.sum().item() / max(int(p.mask.sum()), 1):.3f}",
+                                    critic_lr=f"{lr:.1e}")
+                bar.update()
+            update(critic, lr, cfg, meter)
+
+
+def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
+    """The step's policy updates."""
+    updates = updates_of(parts, cfg.policy_updates)
+    with log.bar("Actor Train", sum(map(len, updates))) as bar:
+        for i, packs in enumerate(updates):
+            tokens, responses = counts(packs)
+            lr = cfg.lr("policy", step, i)
+            for p in packs:
+                loss, entropy = policy_pack_loss(policy.model, p, tokens, responses, cfg, meter)
+                loss.backward()
+                if not bar.disable:
+                    n = max(p.responses, 1)
+                    bar.set_postfix(pg=f"{loss.item():.4f}", ret=f"{p.rewards.sum().item() / n:.3f}",
+                                    glen=f"{p.mask.sum().item() / n:.0f}", tlen=f"{len(p.tokens) / n:.0f}",
+                                    kl=f"{meter.sums.get('kl', torch.zeros(2))[0]:.1e}", act_lr=f"{lr:.1e}",
+                                    ent=f"{entropy:.2f}")
+                bar.update()
+            update(policy, lr, cfg, meter)
+
+
+def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
+                     meter: Meter) -> tuple[Tensor, float]:
+    """A pack's share of its update's loss, and its mean entropy; measures the engine's mismatch on the way."""
+    logp, entropy = logprobs(model, p, cfg.temperature)
+    old = logp.detach() if p.old_logp is None else p.old_logp
+    n = p.mask.sum()
+    weight = measure_gap(old, p, cfg, meter)
+    if cfg.algo == "ppo":
+        loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high, weight)
+    else:
+        segment = ppo.segment_ids(p.cu_seqlens)
+        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses, cfg.max_response_len)
+        loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio, cfg.clip_low,
+                                         cfg.clip_high, weight)
+    meter.add("policy_loss", loss * tokens, n)
+    meter.add("clip_share", clipped, n)
+    total_entropy = torch.where(p.mask, entropy, 0).sum()
+    meter.add("entropy", total_entropy, n)
+    if p.ref_logp is not None:
+        divergence = torch.where(p.mask, ppo.kl(logp, p.ref_logp, cfg.kl_estimator), 0).sum()
+        meter.add("kl", divergence, n)
+        if cfg.kl_in == "loss":
+            loss = loss + cfg.kl_coef * divergence / tokens
+    if cfg.entropy_coef:
+        loss = loss - cfg.entropy_coef * total_entropy / tokens
+    return loss, total_entropy.item() / max(int(n), 1)
+
+
+def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> Tensor | None:
+    """Measure how far the engine's log-probs are from the trainer's; returns the truncated importance weights (T,) that
+    correct for it, or None where tis_clip is."""
+    gap = (logp - p.engine_logp)[p.mask]
+    weight = gap.exp() if cfg.tis_clip is None else gap.exp().clamp(max=cfg.tis_clip)
+    meter.spread("logp_gap", gap.abs())
+    meter.add("tis/mean", weight.sum(), len(gap))
+    meter.add("tis²", (weight * weight).sum(), len(gap))
+    return None if cfg.tis_clip is None else torch.zeros_like(logp).masked_scatter(p.mask, weight)
+
+
+def update(who: Trainee, lr: float, cfg: Config, meter: Meter) -> None:
+    """One optimizer step on the gradients that are there."""
+    norm = dist.clip_grad_norm(who.model, cfg.grad_clip)
+    for group in who.optimizer.param_groups:
+        group["lr"] = lr
+    who.optimizer.step()
+    who.optimizer.zero_grad(set_to_none=True)
+    meter.add(f"grad_norm/{who.name}", norm, 1)
+    meter.add(f"lr/{who.name}", lr, 1)
+
+
+# --- metrics
+
+
+def measure_samples(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg: Config) -> None:
+    """What the step's samples were like, and the FLOP that training on them takes: 6N a token and attention's share."""
+    n = len(samples)
+    meter.add("reward", sum(s.reward for s in samples), n)
+    meter.add("response_len", sum(len(s.ids) for s in samples), n)
+    meter.add("truncated", sum(not s.stopped for s in samples), n)
+    groups: dict[int, set[float]] = {}
+    for s in samples:
+        groups.setdefault(s.slot, set()).add(s.reward)
+    meter.add("uniform_groups", sum(len(g) == 1 for g in groups.values()), len(groups))
+    meter.add("tokens", sum(s.length for s in samples), 0)
+    layers, width, size = model.config.num_hidden_layers, model.config.hidden_size, sum(p.numel() for p in model.parameters())
+    passes = (2 if cfg.algo == "ppo" else 1) + (0 if cfg.algo == "grpo" else 1 / 3)  # critic's values: a forward, a third
+    meter.add("flops", passes * sum(6 * size * s.length + 6 * layers * width * s.length**2 for s in samples), 0)
+    reasons = Counter(s.reason for s in samples)
+    for reason in REASONS:
+        meter.add(f"grade/{reason}", reasons[reason], n)
+
+
+def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[str, float]:
+    """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
+    m = meter.reduce(dist.all_sum, dist.all_max)
+    if "returns²" in m:
+        spread = m["returns²"] - m["returns"] ** 2
+        m["explained_variance"] = 1 - (m["error²"] - m.pop("error") ** 2) / spread if spread > 1e-12 else 0.0
+    if m.get("tis²"):
+        m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
+    seconds = time.perf_counter() - began
+    m |= {f"time/{k}": v for k, v in dist.times().items()} | {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
+    if world.device.type == "cuda":
+        m["mem/device_peak_gb"] = float(dist.all_max(torch.tensor(torch.cuda.max_memory_allocated() / 2**30)))
+        peak = next((f for name, f in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+        if peak:
+            m["mfu"] = m["flops"] / (seconds * peak * world.size)
+    m.pop("flops")
+    return {k: v for k, v in m.items() if not k.endswith("²")}
+
+
+def check_gap(metrics: dict[str, float], cfg: Config) -> None:
+    """Stop where engine and trainer disagree on what they sample from: training on it would be on noise."""
+    gap = metrics.get("logp_gap/mean", 0.0)
+    if gap > cfg.max_logp_gap:
+        raise UserError(f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap {cfg.max_logp_gap}); "
+                        "likely causes, in order: weights that didn't arrive, a stale prefix cache, another temperature, "
+                        "another dtype; needed: a fix, or a larger --max_logp_gap for a dtype known to be rough")
+
+
+if __name__ == "__main__":
+    try:
+        main(CONFIG)
+    except UserError as e:
+        sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
