@@ -86,20 +86,23 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, checkpoint: bo
     return model
 
 
-def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_weights(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every parameter, in the compute dtype, group by group: one gather a decoder layer, freed once
-    the consumer asks for the next group's first tensor. A consumer may keep a tensor no longer than that."""
+    the consumer asks for the next group's first tensor. A consumer may keep a tensor no longer than that. Shards that live
+    on the host come to `device` for as long as it lasts."""
     groups = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)} or {"": model}
     owned: dict[str, list[str]] = {g: [] for g in groups}
     for name, _ in model.named_parameters():  # once each: a tied head is the embedding
         owned[max((g for g in groups if g == "" or name.startswith(g + ".")), key=len)].append(name)
-    for g, group in groups.items():
-        if isinstance(group, FSDPModule):
-            group.unshard()
-        for name in owned[g]:
-            yield name, model.get_parameter(name).detach()
-        if isinstance(group, FSDPModule):
-            group.reshard()
+    home = next(model.parameters()).device
+    with resident(model, None, device, offload=home.type == "cpu"):
+        for g, group in groups.items():
+            if isinstance(group, FSDPModule):
+                group.unshard()
+            for name in owned[g]:
+                yield name, model.get_parameter(name).detach()
+            if isinstance(group, FSDPModule):
+                group.reshard()
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ from model import load_critic, load_policy, load_tokenizer, logprobs, values
 from reward import REASONS, Grader
 from rollout import TRAIN, Engine, Score, evaluate, make_engine, rollout
 
+SHOWN = 8  # prompts of a step whose samples go to samples/
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
 
 
@@ -83,7 +84,7 @@ def main(cfg: Config) -> None:
 
     for step in range(start, cfg.steps + 1):
         began, meter, metrics = time.perf_counter(), Meter(world.device), {}
-        with engine.awake(dist.full_weights(policy.model), version=step):
+        with engine.awake(dist.full_weights(policy.model, world.device), version=step):
             last = step == cfg.steps
             if held_out and cfg.eval_every and (step % cfg.eval_every == 0 or last):
                 with dist.phase("eval"):
@@ -91,12 +92,15 @@ def main(cfg: Config) -> None:
             if last:
                 break
             with dist.phase("rollout"):
-                samples = sample_step(engine, grader, problems, step, cfg)
+                batch = batch_at(problems, step, cfg)
+                samples = sample_step(engine, grader, batch, step, cfg)
         with dist.phase("pack"):
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
             parts = make_packs(samples, step, cfg, world, policy.model)
             measure_samples(meter, samples, policy.model, cfg)
+            if step % (cfg.eval_every or 10) == 0:
+                log.rows("samples", step, gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
         if ref:
             with dist.phase("ref"), dist.resident(ref, None, world.device, cfg.offload):
                 parts = each(parts, lambda p: replace(p, ref_logp=frozen(logprobs, ref, p, cfg.temperature)[0]))
@@ -123,7 +127,7 @@ def main(cfg: Config) -> None:
     if cfg.steps > start or not found:
         ckpt.save(out, cfg.steps, models, cfg.keep)
     for t in (policy, critic) if critic else (policy,):
-        ckpt.export_hf(dist.full_weights(t.model), t.model, tokenizer, cfg.model, out / "export" / t.name)
+        ckpt.export_hf(dist.full_weights(t.model, world.device), t.model, tokenizer, cfg.model, out / "export" / t.name)
     grader.close()
     log.close()
     if world.main:
@@ -175,11 +179,11 @@ def share(problems: Sequence[Problem], engine: Engine) -> dict[int, Problem]:
     return {i: p for i, p in enumerate(problems) if i % engine.groups == engine.group}
 
 
-def sample_step(engine: Engine, grader: Grader, problems: Sequence[Problem], step: int, cfg: Config) -> list[Sample]:
+def sample_step(engine: Engine, grader: Grader, batch: Sequence[Problem], step: int, cfg: Config) -> list[Sample]:
     """This rank's graded samples of the step, ordered by (slot, index)."""
     kind = "math" if ":" in cfg.reward else cfg.reward
-    return rollout(engine, grader, share(batch_at(problems, step, cfg), engine), cfg.samples_per_prompt, cfg.temperature,
-                   cfg.max_response_len, (cfg.seed, TRAIN, step), step, kind)
+    return rollout(engine, grader, share(batch, engine), cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                   (cfg.seed, TRAIN, step), step, kind)
 
 
 def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]], cfg: Config, step: int,
@@ -194,15 +198,19 @@ def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]],
                     f"eval/{name}/truncated": total.truncated / total.samples}
         if k > 1:
             metrics[f"eval/{name}/pass@{k}"] = total.any / total.problems
-        found = [row for part in dist.gather([row_of(s, problems[s.slot], name) for s in samples]) for row in part]
-        rows += sorted(found, key=lambda r: (r["slot"], r["index"]))
+        rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
     log.rows("eval", step, rows)
     return metrics
 
 
-def row_of(s: Sample, problem: Problem, name: str) -> dict:
+def gather_rows(rows: list[dict]) -> list[dict]:
+    """All ranks' rows, ordered by (slot, index)."""
+    return sorted((row for part in dist.gather(rows) for row in part), key=lambda r: (r["slot"], r["index"]))
+
+
+def row_of(s: Sample, problem: Problem) -> dict:
     """A sample as people and scripts read it."""
-    return dict(set=name, slot=s.slot, index=s.index, problem=problem.text, gold=problem.answer, response=s.text,
+    return dict(slot=s.slot, index=s.index, problem=problem.text, gold=problem.answer, response=s.text,
                 answer=s.answer, reward=s.reward, reason=s.reason, stopped=s.stopped, tokens=len(s.ids))
 
 
@@ -395,7 +403,8 @@ def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[s
     m = meter.reduce(dist.all_sum, dist.all_max)
     if "returns²" in m:
         spread = m["returns²"] - m["returns"] ** 2
-        m["explained_variance"] = 1 - (m["error²"] - m.pop("error") ** 2) / spread if spread > 1e-12 else 0.0
+        m["explained_variance"] = 1 - (m["error²"] - m["error"] ** 2) / spread if spread > 1e-12 else 0.0
+        m.pop("error")
     if m.get("tis²"):
         m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
     seconds = time.perf_counter() - began

@@ -1,0 +1,119 @@
+"""Models on packs: no leaks between segments, the logits of Hugging Face's own classes, chunked log-probs, loading."""
+
+import pytest
+import torch
+from ranks import make_samples
+
+import data
+import model
+from configs import UserError
+
+
+@pytest.fixture(params=["tiny", "untied"])
+def folder(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_packed_log_probs_are_those_of_each_sequence_alone(folder):
+    from transformers import AutoModelForCausalLM
+
+    hf, policy, samples = AutoModelForCausalLM.from_pretrained(folder), model.load_policy(folder), make_samples(9)
+    with torch.no_grad():
+        logp, entropy = model.logprobs(policy, data.pack(samples), temperature=0.7)
+        at = 0
+        for s in samples:
+            ids = torch.tensor([*s.prompt, *s.ids])
+            want = (hf(ids[None]).logits[0] / 0.7).log_softmax(-1)[:-1]
+            n = len(s.prompt)
+            got = logp[at + n:at + s.length]
+            assert (got - want[n - 1:].gather(1, ids[n:, None])[:, 0]).abs().max() < 2e-5
+            assert (entropy[at + n:at + s.length] + (want.exp() * want).sum(-1)[n - 1:]).abs().max() < 2e-5
+            assert not logp[at:at + n].any()
+            at += s.length
+
+
+def test_nothing_leaks_between_segments(tiny):
+    policy, samples = model.load_policy(tiny), make_samples(6)
+    with torch.no_grad():
+        both = model.logprobs(policy, data.pack(samples), 1.0)[0]
+        head = sum(s.length for s in samples[:3])
+        alone = model.logprobs(policy, data.pack(samples[3:]), 1.0)[0]
+        other = model.logprobs(policy, data.pack(make_samples(3, seed=9) + samples[3:]), 1.0)[0]
+    assert (both[head:] - alone).abs().max() < 1e-5
+    assert (other[-len(alone):] - alone).abs().max() < 1e-5
+
+
+def test_packed_gradients_are_padded_gradients(tiny):
+    """Against Hugging Face's model on a padded batch with an attention mask."""
+    from transformers import AutoModelForCausalLM
+
+    hf, policy, samples = AutoModelForCausalLM.from_pretrained(tiny), model.load_policy(tiny), make_samples(7)
+    p = data.pack(samples)
+    g = torch.randn(len(p.tokens), generator=torch.Generator().manual_seed(0))
+    (model.logprobs(policy, p, 1.0)[0] * g).sum().backward()
+    width = max(s.length for s in samples)
+    ids, mask = torch.zeros(len(samples), width, dtype=torch.long), torch.zeros(len(samples), width, dtype=torch.long)
+    for i, s in enumerate(samples):
+        ids[i, :s.length], mask[i, :s.length] = torch.tensor([*s.prompt, *s.ids]), 1
+    logp = hf(ids, attention_mask=mask).logits.log_softmax(-1)
+    loss, at = 0.0, 0
+    for i, s in enumerate(samples):
+        n = len(s.prompt)
+        picked = logp[i, n - 1:s.length - 1].gather(1, ids[i, n:s.length, None])[:, 0]
+        loss = loss + (picked * g[at + n:at + s.length]).sum()
+        at += s.length
+    loss.backward()
+    want = dict(hf.named_parameters())
+    for name, param in policy.named_parameters():
+        assert (param.grad - want[name].grad).norm() < 1e-5 * (want[name].grad.norm() + 1e-3), name
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunked_log_probs_are_the_full_softmax(chunk, monkeypatch):
+    monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
+    targets = torch.randint(0, 50, (23,), generator=g)
+    a, b = torch.randn(23, generator=g), torch.randn(23, generator=g)
+    got = [x.clone().requires_grad_() for x in (hidden, weight)]
+    want = [x.clone().double().requires_grad_() for x in (hidden, weight)]
+    logp, entropy = model.ChunkedLogProbs.apply(*got, targets, 0.8)
+    full = (want[0] @ want[1].t() / 0.8).log_softmax(-1)
+    logp_want, entropy_want = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    assert (logp - logp_want).abs().max() < 1e-5 and (entropy - entropy_want).abs().max() < 1e-5
+    (logp * a + entropy * b).sum().backward()
+    (logp_want * a + entropy_want * b).sum().backward()
+    for x, y in zip(got, want, strict=True):
+        assert (x.grad - y.grad).abs().max() < 1e-4
+
+
+def test_the_critic_reads_the_state_before_each_token(tiny):
+    """Changing a token changes no value up to its own, and its segment's later ones."""
+    critic, samples = model.load_critic(tiny), make_samples(3)
+    p = data.pack(samples)
+    at = int(p.mask.nonzero()[3])
+    tokens = p.tokens.clone()
+    tokens[at] = 5 if tokens[at] != 5 else 6
+    with torch.no_grad():
+        a, b = model.values(critic, p), model.values(critic, data.replace(p, tokens=tokens))
+    end = int(p.cu_seqlens[1:][p.cu_seqlens[1:] > at][0])
+    assert torch.equal(a[:at + 1], b[:at + 1]) and torch.allclose(a[end:], b[end:], atol=1e-6)
+    assert end == at + 1 or (a[at + 1:end] - b[at + 1:end]).abs().max() > 1e-4
+
+
+def test_the_critics_head_has_the_right_spread_and_counts_its_seed(tiny):
+    heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert float(heads[0].std()) == pytest.approx(65 ** -0.5, rel=0.35)
+
+
+def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, tiny):
+    with pytest.raises(UserError, match="no model folder"):
+        model.load_policy(str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="config.json"):
+        model.load_policy(str(tmp_path))
+    (tmp_path / "config.json").write_text((data.Path(tiny) / "config.json").read_text())
+    with pytest.raises(UserError, match="safetensors"):
+        model.load_policy(str(tmp_path))
+    with pytest.raises(UserError, match="no tokenizer"):
+        model.load_tokenizer(str(tmp_path))

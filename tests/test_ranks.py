@@ -1,0 +1,73 @@
+"""The rank-count theorem: how samples are spread over ranks and packs changes no gradient."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import run_ranks
+from ranks import all_gradients, make_samples, weights
+
+from configs import PRESETS
+
+
+def config(tiny, **changes):
+    base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16, max_response_len=32,
+                prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
+    return dataclasses.replace(PRESETS["tiny-ppo"], **base | changes)
+
+
+def agree(a, b, tolerance=1e-5):
+    for name in a:
+        if name in ("metrics", "packs"):
+            continue
+        error = (a[name] - b[name]).norm() / (b[name].norm() + 1e-12)
+        assert error < tolerance, (name, float(error))
+    for key, value in a["metrics"].items():
+        assert value == pytest.approx(b["metrics"][key], rel=1e-4, abs=1e-6), key
+
+
+JOBS = {
+    "ppo": dict(),
+    "ppo with kl and entropy": dict(kl_coef=0.1, entropy_coef=0.01, lam=0.9, value_clip=None),
+    "grpo": dict(algo="grpo", aggregation="response"),
+    "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten", aggregation="max_len"),
+    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),  # most ranks only run fillers
+}
+
+
+def jobs(tiny, **changes):
+    return [(config(tiny, **kind | changes), make_samples(2 if name == "two samples" else 24)) for name, kind in JOBS.items()]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """Gradients on one rank, all samples in one pack a part; then again with hardly a pack longer than a sample."""
+    whole, pieces = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
+    out = run_ranks(1, all_gradients, whole + pieces)[0]
+    return out[:len(whole)], out[len(whole):]
+
+
+def test_gradients_do_not_depend_on_packs(alone):
+    for name, one, many in zip(JOBS, *alone, strict=True):
+        assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
+        assert many["packs"] > one["packs"] or name == "two samples"
+        agree(many, one)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_do_not_depend_on_ranks(ranks, tiny, alone):
+    replicated = (config(tiny, shard_ranks=2), make_samples(24))  # shards within pairs, replicas across them
+    for got in run_ranks(ranks, all_gradients, [*jobs(tiny), *([replicated] if ranks == 4 else [])]):
+        for one, many in zip([*alone[0], alone[0][0]], got, strict=False):
+            agree(many, one)
+
+
+@pytest.mark.parametrize("which", ["tiny", "untied"])
+def test_full_weights_are_the_files(which, request):
+    from safetensors.torch import load_file
+
+    path = request.getfixturevalue(which)
+    files = load_file(f"{path}/model.safetensors")
+    for got in run_ranks(2, weights, path):
+        assert set(got) == set(files)
+        assert all(torch.equal(got[k], files[k]) for k in files)

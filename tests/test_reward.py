@@ -1,0 +1,503 @@
+r"""Grading: equality is mathematics and no more, and no answer whatever harms the trainer.
+
+The processes here are real, and so are their deaths. The shared Grader's deadline is short, so that hostile
+answers end soon. The table's pairs are compared here, without one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import reward
+from reward import Grade, Grader, extract_answer, grade
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 2.0
+SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"
+
+
+def boxed(answer: str) -> str:
+    return rf" so it is clear.</think> <answer> The answer is \boxed{{{answer}}}. </answer>"
+
+
+def children(pid: int = 0) -> set[int]:
+    """Live processes below `pid` (this one by default), found by walking /proc."""
+    below, found = {}, set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            below.setdefault(int(parent), set()).add(int(stat.parent.name))
+    stack = [pid or os.getpid()]
+    while stack:
+        new = below.get(stack.pop(), set())
+        found |= new
+        stack += new
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(true, seconds: float = 15.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.fixture(scope="module")
+def grader():
+    handles, processes = len(os.listdir("/proc/self/fd")), children()
+    with Grader(workers=4, deadline=DEADLINE) as grader:
+        yield grader
+    assert len(os.listdir("/proc/self/fd")) == handles
+    assert children() == processes
+
+
+@pytest.fixture
+def custom(tmp_path):
+    """Write a custom reward and give its spec. Its server starts quickly, without math-verify."""
+    def write(body: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text("import os, time\n\n\n" + textwrap.dedent(body))
+        return f"{path}:score"
+    return write
+
+
+# ---- Extraction.
+
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"<answer>\boxed{5}</answer>", "5"),
+    ("<answer>\n so \\boxed{\n5\n}\n</answer>", "5"),
+    (r"<answer>\boxed{1}</answer><answer>\boxed{2}</answer>", "2"),
+    (r"<answer>\boxed{1}</answer><answer>none</answer>", "1"),  # the last that matches, not the last
+    (r"<answer>\boxed{1} or \boxed{2}</answer>", "2"),
+    (r"<answer>\boxed{\frac{1}{2}}</answer>", r"\frac{1}{2}"),
+    (r"<answer>\boxed{\{1,2\}}</answer>", r"\{1,2\}"),
+    (r"<answer>\boxed{\left\{x\right.}</answer>", r"\left\{x\right."),  # an escaped brace opens no group
+    (r"<answer>\boxed{1} \boxed{2</answer>", "1"),  # the last balanced one
+    (r"<answer>\boxed{7 \boxed{5}}</answer>", "5"),
+    (r"<answer>} \boxed{5} {</answer>", "5"),
+    (r"<answer>\\boxed{5}</answer>", "5"),
+    (r"<answer>\boxed {5}</answer>", "5"),
+    (r"<answer>\boxed{a\\{b}}</answer>", r"a\\{b}"),
+    (r"<answer><answer>\boxed{5}</answer></answer>", "5"),
+    (r"use <answer> answer here </answer>: <answer>\boxed{5}</answer>", "5"),
+    (r"<answer>\boxed{}</answer>", None),
+    (r"<answer>\boxed{ }</answer>", None),
+    (r"<answer>\boxed{5}", None),
+    (r"\boxed{5}</answer>", None),
+    (r"\boxed{5}", None),
+    (r"</answer>\boxed{5}<answer>", None),
+    (r"<answer>\boxed{6</answer>}", None),
+    (r"<answer>5</answer> \boxed{5}", None),
+    (r"<answer>\fbox{5}</answer>", None),
+    ("", None),
+])
+def test_extraction(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize("unit", [
+    "{", "}", "{}", "<answer>", "</answer>", "<answer></answer>", r"\boxed{", r"\boxed", r"\boxed ",
+    r"\boxed{}", r"<answer>\boxed{", r"<answer>\boxed{1}</answer>", "\\"])
+def test_extraction_takes_linear_time(unit):
+    """Eight times the text takes less than 40 times as long; quadratic would be 64."""
+    def seconds(n: int) -> float:
+        text = "<answer>" + unit * (n // len(unit)) + "</answer>"
+        spent = []
+        for _ in range(7):
+            start = time.process_time()
+            extract_answer(text)
+            spent.append(time.process_time() - start)
+        return min(spent)
+    assert seconds(200_000) < 40 * max(seconds(25_000), 1e-3)
+
+
+# ---- Equality.
+
+SAME, OTHER = True, False
+PAIRS = [  # answer, gold, verdict, why
+    ("1,2", "12", OTHER, "punctuation counts"),
+    ("12", "1,2", OTHER, "punctuation counts"),
+    ("(3,4)", "(34)", OTHER, "a point is no number"),
+    ("(34)", "(3,4)", OTHER, "a number is no point"),
+    ("D", "D)", OTHER, "a letter is no list item"),
+    ("D)", "D", OTHER, "a list item is no letter"),
+    ("5", r"5\text{ or }7", OTHER, "half of the solutions"),
+    (r"5\text{ or }7", "5", OTHER, "a hedge"),
+    ("", "", OTHER, "nothing is no answer"),
+    (" ", "", OTHER, "nothing is no answer"),
+    ("", "5", OTHER, "nothing is no answer"),
+    ("(x+1)^2", "x^2+2x+1", SAME, "expansion"),
+    ("(x+1)^2", "x^2+2x+2", OTHER, "wrong expansion"),
+    ("12", "12", SAME, "identical"),
+    ("012", "12", SAME, "leading zero"),
+    ("+12", "12", SAME, "sign"),
+    ("-12", "12", OTHER, "sign"),
+    ("12.0", "12", SAME, "decimal integer"),
+    ("12.5", "12", OTHER, "no rounding"),
+    ("1,234", "1234", SAME, "thousands"),
+    ("1,000,000", "1000000", SAME, "thousands"),
+    ("1,2", "1.2", OTHER, "a list is no decimal"),
+    (r"\frac{1}{2}", "0.5", SAME, "fraction and decimal"),
+    (r"\frac12", "1/2", SAME, "fraction without braces"),
+    (r"\dfrac{3}{6}", r"\tfrac{1}{2}", SAME, "reduction"),
+    ("-1/2", "-0.50", SAME, "slash"),
+    (r"-\frac{1}{2}", r"\frac{1}{2}", OTHER, "sign of a fraction"),
+    (r"\frac{-1}{2}", r"-\frac{1}{2}", SAME, "sign inside"),
+    ("1/3", "0.333333", SAME, "six places"),
+    ("1/3", "0.33", OTHER, "two places are too few"),
+    ("3/4", "3/5", OTHER, "fractions"),
+    ("1/0", "1", OTHER, "division by zero"),
+    (r"1\frac12", "1.5", SAME, "mixed number"),
+    (r"\sqrt{8}", r"2\sqrt{2}", SAME, "surds"),
+    (r"\sqrt{8}", "2.8", OTHER, "rounded surd"),
+    ("2^{10}", "1024", SAME, "power"),
+    (r"1.5\times10^3", "1500", SAME, "scientific"),
+    ("0.0000002", "10^{-7}", OTHER, "small numbers are not zero"),
+    ("0.0", "10^{-7}", OTHER, "small numbers are not zero"),
+    (r"0.0000001", "10^{-7}", SAME, "small numbers"),
+    (r"50\%", "0.5", SAME, "percent"),
+    (r"10\text{ cm}", "10", SAME, "unit"),
+    (r"\$10", "10", SAME, "money"),
+    (r"90^\circ", "90", SAME, "degrees"),
+    ("x=5", "5", SAME, "assignment"),
+    ("x=5", "6", OTHER, "wrong assignment"),
+    ("(1,2)", "(2,1)", OTHER, "points are ordered"),
+    (r"\{1,2\}", r"\{2,1\}", SAME, "sets are not"),
+    ("2,1", "1,2", SAME, "lists of solutions are not"),
+    ("[0,1]", "[0,1)", OTHER, "open or closed"),
+    (r"(-\infty,3)", "x<3", SAME, "interval and inequality"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", OTHER, "matrices"),
+    ("2+3i", "3i+2", SAME, "complex"),
+    (r"\pi", "3.14", OTHER, "pi is irrational"),
+    (r"\frac{3\pi}{4}", r"0.75\pi", SAME, "multiples of pi"),
+    ("east", "seat", OTHER, "a word is no product of letters"),
+    (r"\text{East}", "east", SAME, "words"),
+    ("$5$", "5", SAME, "delimiters around"),
+    ("7 $5$", "5", OTHER, "delimiters inside hide a hedge"),
+    ("5$ $7", "7", OTHER, "delimiters inside hide a hedge"),
+    (r"\text{final answer is } $5$", "5", OTHER, "prose"),
+    (r"7} \boxed{5", "5", OTHER, "injection"),
+    ("12abc", "12", OTHER, "rubbish behind"),
+    ("1 2", "12", OTHER, "spaces count"),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold", "same", "why"), PAIRS)
+def test_equality(answer, gold, same, why):
+    assert grade(answer, gold) is same, why
+
+
+@pytest.mark.parametrize(("answer", "gold", "same"), [
+    ("D", "D", True), ("d", "D", True), ("(D)", "D", True), ("D.", "D", True), (r"\text{D}", "D", True),
+    (r"\textbf{(D)}", "D", True), (" D ", "D", True), ("D", "(D)", True), ("D)", "D", False),
+    ("C", "D", False),
+    ("D or C", "D", False), ("DD", "D", False), ("", "", False), ("ABCD", "D", False), ("4", "D", False),
+    (r"\text{D} \text{C}", "D", False), ("The D", "D", False),
+])
+def test_choice(answer, gold, same):
+    assert grade(answer, gold, "choice") is same
+
+
+def test_exact_and_unknown_kinds():
+    assert grade(" a b ", "a b", "exact") and not grade("A", "a", "exact") and not grade("1.0", "1", "exact")
+    assert not grade("", "", "exact")
+    with pytest.raises(ValueError, match="maths.*needed: one of math, choice, exact"):
+        grade("1", "1", "maths")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
+def test_gold_answers_equal_themselves(grader, name, kind):
+    """And no other of the same set that is written otherwise: 30 x 30 and 198 x 198 pairs."""
+    golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
+    for i, gold in enumerate(golds):
+        grader.submit(i, boxed(gold), gold, True, kind)
+    assert [g.reason for _, g in sorted(grader.results().items())] == ["correct"] * len(golds)
+    assert all(grade(a, b, kind) == (a.lstrip("0") == b.lstrip("0")) for a in set(golds) for b in set(golds))
+
+
+# ---- The Grader.
+
+def test_right_answers_are_right_under_load(grader):
+    """All at once, distinct, none decided in this process."""
+    n = 400
+    cases = [(rf"\frac{{{i}}}{{7001}}", f"{i / 7001:.6f}") for i in range(20, 20 + n)]
+    assert all(reward._quick(a, b, "math") is None for a, b in cases)
+    for i, (answer, gold) in enumerate(cases):
+        grader.submit(("load", i), boxed(answer), gold, True)
+    grades = grader.results()
+    assert len(grades) == n and {g.reason for g in grades.values()} == {"correct"}, grader.errors
+
+
+def test_queueing_does_not_count(custom):
+    """6 s for one worker, by the clock, in pieces far below the 4 s that end one."""
+    assert reward.WALL == 4
+    with Grader(workers=1, deadline=1.0, reward=custom(SLOW)) as grader:
+        for i in range(24):
+            grader.submit(i, "0.25", str(i), True)
+        assert {g.reason for g in grader.results().values()} == {"correct"}
+
+
+def test_equal_answers_are_graded_once_and_results_are_handed_out_once(grader):
+    before = grader._count
+    for i in range(500):
+        grader.submit(i, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
+    first = grader.results()
+    grader.submit(0, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
+    assert grader.results() == {0: first[0]} == {0: Grade(1.0, "correct", r"\sqrt{12345}")}
+    assert len(first) == 500 and grader._count == before + 1 and grader.results() == {}
+
+
+def test_each_reason_occurs(grader, custom):
+    grader.submit("correct", boxed("x+1"), "1+x", True)
+    grader.submit("wrong", boxed("x+2"), "1+x", True)
+    grader.submit("unparsed", "no idea", "1", True)
+    grader.submit("long", boxed("1" * (reward.MAX_ANSWER + 1)), "1", True)
+    grader.submit("truncated", boxed("5"), "5", False)
+    grader.submit("timeout", boxed("9^{9^{9^9}}"), "5", True)
+    grader.submit("error", boxed("x+1"), "$ $x$ $", True)  # a gold answer that cannot be read is our mistake
+    grades = grader.results()
+    assert grades.pop("long").reason == "unparsed"
+    assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in reward.REASONS}
+    assert {key for key, g in grades.items() if g.reward} == {"correct"}
+    assert "gold answer" in grader.last_error
+
+
+def hostile() -> list[str]:
+    """200 texts that no answer should be, one gold answer (7) for all."""
+    towers = [f"9^{{{'9^{' * k}9{'}' * k}}}" for k in range(2, 4)] + ["7^{99999999999}"]
+    towers += [r"1000000000!", r"\binom{10^9}{5 \cdot 10^8}", r"\sum_{n=1}^{10^{12}} \frac{1}{n^2}"]
+    pairs = (("{", "}"), ("(", ")"), ("|", "|"), (r"\sqrt{", "}"), (r"\frac{1}{", "}"), ("x^{", "}"),
+             (r"\left(", r"\right)"))
+    deep = [left * n + "7" + right * n for n in (20, 300) for left, right in pairs]
+    endless = [r"\frac{1}{2+" * n + "3" + "}" * n for n in (10, 200)] + ["1+" * n + "7" for n in (20, 900)]
+    bytes_ = ["\0", "7\0", "\0" * 1000, "\ud800", "7\udcff", "\udc80" * 500, "\ufffd7", "\udcc3(", "\u202e7",
+              "\r\n7\n8", "\x1b[2J", "\uff17\uff18", "\u0663", "7\u0301"]
+    big = ["{" * 100_000, "}" * 100_000, "{}" * 50_000, "7" * 100_000, r"\boxed{" * 10_000,
+           " " * 100_000 + "8"]
+    code = ["__import__('os').system('exit 1')", r"\input{/etc/passwd}", "exit()", "lambda: 0", "[7]*10**9",
+            "$(id)", "7; drop table", "os.abort()", r"\def\a{\a\a}\a", "{{7*8}}", "None", "nan", "inf",
+            r"\infty", "1/0", "0^0"]
+    odd = [f"{mark}{k}{mark}" for mark in "^_&#~=<,;:!%\\'\"|" for k in range(8, 18)]
+    cases = towers + deep + endless + bytes_ + big + code + odd
+    return cases[:200]
+
+
+def test_hostile_answers_end_within_the_deadline(grader):
+    """Each ends as a timeout, unparsed or wrong, in time, and the workers that remain grade on."""
+    cases = hostile()
+    assert len(cases) == len(set(cases)) == 200
+    start = time.monotonic()
+    for i, answer in enumerate(cases):
+        text = f"<answer>\\boxed{{{answer}}}</answer>"
+        grader.submit(i, text, "7+x", True)
+    grades, seconds = grader.results(), time.monotonic() - start
+    reasons = {i: g.reason for i, g in grades.items()}
+    bad = {cases[i][:60]: r for i, r in reasons.items() if r not in ("timeout", "unparsed", "wrong")}
+    assert not bad, (bad, grader.errors)
+    late = sum(r == "timeout" for r in reasons.values())
+    assert 3 <= late and seconds < late * (DEADLINE + 2) + 60
+    grader.submit("after", boxed("x+7"), "7+x", True)
+    assert grader.results()["after"].reason == "correct"
+
+
+# ---- Custom rewards.
+
+@pytest.mark.parametrize(("spec", "message"), [
+    ("score", "'score' is malformed; needed: path/to/file.py:function"),
+    ("mine.py", "malformed"), ("mine.py:", "malformed"), ("mine.txt:score", "malformed"),
+    ("nowhere.py:score", "there is no file '/.*nowhere.py'"),
+    ("{dir}/mine.py:scor", "no function 'scor', it has score; needed: path/to/file.py:function"),
+    ("{dir}/bad.py:score", "is not Python"),
+])
+def test_a_mistaken_spec_is_told_in_one_line(custom, tmp_path, spec, message):
+    custom("def score(response, answer, kind): return 1\nraise SystemExit('the trainer must not run this')")
+    (tmp_path / "bad.py").write_text("def score(")
+    with pytest.raises(ValueError, match=message) as error:
+        Grader(reward=spec.format(dir=tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_custom_reward(custom):
+    """It sees the whole response, and neither its errors nor its prints nor its exit do harm."""
+    spec = custom("""
+        def score(response, answer, kind):
+            print("this must not mix with the replies")
+            if response == "raise":
+                raise KeyError("mine")
+            if response == "exit":
+                os._exit(3)
+            if response == "hang":
+                time.sleep(60)
+            if response == "leave":
+                raise SystemExit(1)
+            if response.startswith("return "):
+                return {"nan": float("nan"), "None": None, "True": True, "text": "x"}[response[7:]]
+            return len(response) / 10 if (answer, kind) == ("gold", "essay") else -1
+    """)
+    want = {"raise": "error", "exit": "error", "hang": "timeout", "leave": "error", "return nan": "error",
+            "return None": "error", "return text": "error", "return True": "correct", "12345": "correct",
+            "": "wrong"}
+    with Grader(workers=2, deadline=1.0, reward=spec) as grader:
+        for response in want:
+            grader.submit(response, response, "gold", True, "essay")
+        grader.submit("cut", "12345", "gold", False, "essay")
+        grader.submit("other kind", "12345", "gold", True, "math")
+        grader.submit("big", "\0\ud800" * 50_000, "gold", True, "essay")
+        grades = grader.results()
+    assert {r: grades[r].reason for r in want} == want
+    rewards = {k: grades[k].reward for k in ("12345", "return True", "other kind", "big")}
+    assert rewards == {"12345": 0.5, "return True": 1.0, "other kind": -1.0, "big": 10_000.0}
+    assert grades["cut"] == Grade(0.0, "truncated", None) and grades["other kind"].reason == "wrong"
+    assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
+    assert set(grader.errors) == {"KeyError", "WorkerDied", "SystemExit", "ValueError", "TypeError"}
+
+
+def test_a_custom_file_that_fails_to_import_is_an_error_not_a_crash(custom):
+    spec = custom("def score(response, answer, kind): return 1\nraise RuntimeError('at import')")
+    with Grader(reward=spec) as grader:
+        grader.submit(0, "x", "y", True)
+        assert grader.results()[0].reason == "error" and grader.last_error == "RuntimeError: at import"
+
+
+# ---- Deaths.
+
+def test_a_killed_worker_costs_its_answer_only(custom):
+    with Grader(workers=2, deadline=20, reward=custom(SLOW)) as grader:
+        server = grader._server.process.pid
+        grader.submit("victim", "15", "", True)
+        assert wait_until(lambda: grader._server.ready and len(children(server)) == 2)
+        time.sleep(0.5)  # for the worker to take it
+        for i in range(20):
+            grader.submit(i, "0.2", str(i), True)
+        time.sleep(0.3)
+        for worker in children(server):  # one sleeps on the victim, the other on a short one
+            os.kill(worker, signal.SIGKILL)
+        grades = grader.results()
+    assert grades["victim"].reason == "error" and "WorkerDied" in grader.last_error
+    assert sum(g.reason == "correct" for g in grades.values()) >= 19
+
+
+def test_a_killed_idle_worker_costs_nothing(custom):
+    with Grader(workers=1, reward=custom(SLOW)) as grader:
+        for i in range(3):
+            grader.submit(i, "0.01", "", True)
+            assert grader.results()[i].reason == "correct"
+            for worker in children(grader._server.process.pid):
+                os.kill(worker, signal.SIGKILL)
+            time.sleep(0.5)
+
+
+def test_a_killed_server_is_replaced_once_and_its_answers_graded_again(custom):
+    with Grader(workers=2, reward=custom(SLOW)) as grader:
+        for i in range(10):
+            grader.submit(i, "0.3", str(i), True)
+        assert wait_until(lambda: len(grader._grades) >= 2)
+        workers = children(grader._server.process.pid)
+        os.kill(grader._server.process.pid, signal.SIGKILL)
+        assert [g.reason for g in grader.results().values()] == ["correct"] * 10
+        assert wait_until(lambda: not any(map(alive, workers)))
+        os.kill(grader._server.process.pid, signal.SIGKILL)  # while idle: the next answers find a new one
+        grader.submit("next", "0", "", True)
+        assert grader.results()["next"].reason == "correct"
+
+
+def test_a_server_that_keeps_dying_is_an_error(custom):
+    spec = custom("os._exit(7)\n\n\ndef score(response, answer, kind): return 1")
+    with Grader(reward=spec) as grader:
+        grader.submit(0, "x", "", True)
+        with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
+            grader.results()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_no_process_outlives_a_killed_trainer(custom, held):
+    """Busy or not; `held`: nor when another child of the trainer still holds the server's stdin open."""
+    spec = custom("def score(response, answer, kind):\n    while True: pass")
+    code = f"""if True:
+        import os, sys, time
+        from reward import Grader
+        grader = Grader(workers=2, deadline=60, reward={spec!r})
+        grader.submit(0, "x", "y", True)
+        while not grader._server.ready: time.sleep(0.02)
+        if {held} and os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.5)
+        print(grader._server.process.pid, flush=True)
+        time.sleep(60)"""
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    server = int(trainer.stdout.readline())
+    group, fork = {server} | children(server), children(trainer.pid) - children(server) - {server}
+    assert len(group) == 3 and len(fork) == held
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    assert wait_until(lambda: not any(map(alive, group)), 5)
+    for pid in fork:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_reaches_the_trainer_only(custom):
+    with Grader(reward=custom(SLOW)) as grader:
+        grader.submit(0, "1", "", True)
+        assert wait_until(lambda: grader._server.ready)
+        os.killpg(grader._server.process.pid, signal.SIGINT)
+        assert os.getpgid(grader._server.process.pid) != os.getpgid(0)
+        assert grader.results()[0].reason == "correct"
+
+
+# ---- The command line, and importing.
+
+def dry_run(tmp_path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess:
+    path = tmp_path / "responses.jsonl"
+    path.write_text("\n".join(lines))
+    command = [sys.executable, "reward.py", str(path), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_dry_run(tmp_path):
+    rows = [{"response": boxed("5"), "answer": "5"},
+            {"response": boxed("D."), "answer": "D", "kind": "choice"},
+            {"response": boxed("4"), "answer": "5"}, {"response": "?\udcff", "answer": "5"},
+            {"response": boxed("5"), "answer": "5", "stopped": False}]
+    done = dry_run(tmp_path, [json.dumps(row) for row in rows])
+    assert done.returncode == 0, done.stderr
+    counts = dict(line.split()[:2] for line in done.stdout.splitlines()[:6])
+    assert counts == dict(correct="2", wrong="1", unparsed="1", truncated="1", timeout="0", error="0")
+    assert "mean reward 0.4000" in done.stdout
+    assert "row 3, wrong: '4', gold '5'" in done.stdout and "row 4, unparsed: None" in done.stdout
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("[1]", "row 2: not a JSON object"), ("{", "row 2: not a JSON object"),
+    ('{"response": "x"}', "row 2: 'answer' is missing; needed: str"),
+    ('{"response": 1, "answer": "x"}', "row 2: 'response' is int; needed: str"),
+    ('{"response": "x", "answer": "x", "kind": "y"}', "row 2: 'kind' is 'y'; needed: one of math"),
+])
+def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
+    done = dry_run(tmp_path, ['{"response": "x", "answer": "x"}', line])
+    assert done.returncode == 1 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_importing_is_light_and_starts_nothing():
+    code = ("import sys, threading; import reward; assert threading.active_count() == 1; "
+            "assert not {'math_verify', 'sympy', 'pebble', 'torch', 'numpy'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,157 @@
+"""Whole runs: the same on any number of ranks, bit by bit the same twice and when resumed; mistakes; custom rewards."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run_ranks
+from ranks import greedy_vllm, main
+from safetensors.torch import load_file
+
+from configs import PRESETS
+from log import read_metrics
+
+REWARD = '''
+def digits(response, answer, kind):
+    """Share of digits in the first 20 characters: dense, so that a random model learns from it in a few steps."""
+    return sum(c.isdigit() for c in response[:20]) / 20
+
+def broken(response, answer, kind):
+    return response.no_such_attribute
+'''
+
+
+@pytest.fixture(scope="module")
+def base(tiny, tmp_path_factory):
+    """A config over a random model, 40 sums and a dense reward."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return dataclasses.replace(
+        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",), eval_data=(f"{folder}/train.jsonl",),
+        reward=f"{folder}/reward.py:digits", device="cpu", dtype="float32", prompts_per_step=8, samples_per_prompt=4,
+        max_response_len=24, pack_len=256, critic_updates=2, steps=6, save_every=3, eval_every=3, policy_lr=1e-3,
+        critic_lr=1e-3, keep=5)
+
+
+def run(cfg, out, ranks=1):
+    """Metrics and final policy of a run."""
+    said = run_ranks(ranks, main, dataclasses.replace(cfg, out=str(out)))
+    assert said == [""] * ranks, said
+    return read_metrics(Path(out)), load_file(f"{out}/export/policy/model.safetensors")
+
+
+def maths(rows):
+    """Metrics without what the clock and the memory say."""
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "tokens_per_s", "mem"))} for r in rows]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base, tmp_path_factory):
+    """Folder, metrics and policy of a run of 6 steps on 2 ranks, saved after 3."""
+    out = tmp_path_factory.mktemp("run") / "a"
+    return out, *run(base, out, ranks=2)
+
+
+def test_two_runs_are_the_same_bit_by_bit(base, two_ranks, tmp_path):
+    _, rows, policy = two_ranks
+    again, policy_again = run(base, tmp_path / "b", ranks=2)
+    assert maths(again) == maths(rows) and rows[-1]["step"] == 6
+    assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
+
+
+def test_a_resumed_run_is_one_never_stopped_bit_by_bit(base, two_ranks, tmp_path):
+    out, rows, policy = two_ranks
+    killed = tmp_path / "c"  # as a kill in step 4 leaves it: a checkpoint of 3 steps, more metrics, half of a save
+    shutil.copytree(out / "ckpt" / "step_000003", killed / "ckpt" / "step_000003")
+    (killed / "ckpt" / "step_000005").mkdir()
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:5]) + '{"step": 5, "rew')
+    again, policy_again = run(base, killed, ranks=2)
+    assert [r["step"] for r in again] == list(range(7))
+    assert maths(again) == maths(rows)
+    assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
+
+
+def test_any_number_of_ranks_is_the_same_run(base, tmp_path):
+    cfg = dataclasses.replace(base, steps=20, eval_every=10, save_every=0)
+    runs = {ranks: run(cfg, tmp_path / str(ranks), ranks)[0] for ranks in (1, 2, 4)}
+    first = (tmp_path / "1" / "samples" / "step_000000.jsonl").read_text()
+    assert first.count("\n") == 32
+    for ranks, rows in runs.items():
+        assert (tmp_path / str(ranks) / "samples" / "step_000000.jsonl").read_text() == first
+        gaps = [abs(a["reward"] - b["reward"]) for a, b in zip(rows[:-1], runs[1][:-1], strict=True)]
+        assert max(gaps) < 0.02, (ranks, gaps)
+    assert runs[1][-2]["reward"] > runs[1][0]["reward"] + 0.05  # and it learns
+
+
+def test_the_exports_load_in_transformers_and_vllm(two_ranks):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    out, _, policy = two_ranks
+    hf, info = AutoModelForCausalLM.from_pretrained(out / "export" / "policy", dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(hf.lm_head.weight, policy["model.embed_tokens.weight"].float())
+    _, info = AutoModelForSequenceClassification.from_pretrained(out / "export" / "critic", num_labels=1,
+                                                                 output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = AutoTokenizer.from_pretrained(out / "export" / "policy")("12+34=", return_tensors="pt").input_ids
+    want = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
+    got = run_ranks(1, greedy_vllm, str(out / "export" / "policy"), ids[0].tolist())[0]
+    assert got == want[:len(got)] and got
+
+
+def test_the_loop_runs_with_vllm_and_agrees_with_the_trainer(base, tmp_path):
+    rows, _ = run(dataclasses.replace(base, algo="grpo", critic_updates=1, engine="vllm", steps=2, save_every=0), tmp_path / "v")
+    assert all(r["logp_gap/mean"] < 1e-4 for r in rows if "reward" in r)
+
+
+def test_a_reward_that_raises_is_a_reason_and_no_crash(base, tmp_path):
+    cfg = dataclasses.replace(base, reward=base.reward.replace("digits", "broken"), steps=1, eval_every=0)
+    rows, _ = run(cfg, tmp_path / "r")
+    assert rows[0]["grade/error"] > 0 and rows[0]["reward"] == 0
+    assert rows[0]["grade/error"] + rows[0]["grade/truncated"] == pytest.approx(1)
+
+
+def test_the_kl_to_the_reference_begins_at_zero(base, tmp_path):
+    rows, _ = run(dataclasses.replace(base, kl_coef=0.1, steps=2, eval_every=0, policy_updates=2), tmp_path / "k")
+    assert 0 <= rows[0]["kl"] < 1e-3 < 1 and rows[1]["kl"] > 0
+
+
+@pytest.mark.parametrize("changes,words", {
+    "model": (dict(model="/no/such/model"), ["no model folder", "/no/such/model", "--model"]),
+    "data": (dict(data=("/no/such/data.jsonl",)), ["no data file", "--data"]),
+    "row": (dict(data=("ROW",)), ["row 2", "no answer"]),
+    "long": (dict(max_prompt_len=2), ["longer than --max_prompt_len 2"]),
+    "out": (dict(out="/dev/null/run"), ["can't write to /dev/null/run", "--out"]),
+    "reward": (dict(reward="/no/such.py:f"), ["/no/such.py"]),
+    "ranks": (dict(layout="production", ranks=32), ["32 ranks, and 2 were started"]),
+}.values())
+def test_a_mistake_is_one_line_on_every_rank(base, tmp_path, changes, words):
+    if changes.get("data") == ("ROW",):
+        (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+        changes = dict(data=(str(tmp_path / "d.jsonl"),))
+    cfg = dataclasses.replace(base, **({"out": str(tmp_path / "o")} | changes))
+    for said in run_ranks(2, main, cfg):
+        assert "\n" not in said and all(w in said for w in words), said
+
+
+def test_the_command_line_says_a_mistake_in_one_line():
+    for argv, word in ((["tiny-ppo", "--stepz", "3"], "--steps"), (["tiny-ppo", "--model", "/no/such"], "no model folder")):
+        done = subprocess.run([sys.executable, ROOT / "train.py", *argv], capture_output=True, text=True, timeout=600,
+                              env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False)
+        assert done.returncode != 0
+        assert [line for line in done.stderr.splitlines() if line.startswith("train.py: ")][0].count(word)
+        assert "Traceback" not in done.stderr
+
+
+def test_resume_never_refuses_a_run(two_ranks, base):
+    assert all("already holds a run" in s for s in run_ranks(1, main, dataclasses.replace(
+        base, out=str(two_ranks[0]), resume="never")))
+

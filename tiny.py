@@ -1,0 +1,166 @@
+"""The demo's world, grown on a laptop in about a minute: a tiny base model, its tokenizer and its problems.
+
+    python tiny.py [OUT=runs/tiny-base] [--seed 0]        # or: from tiny import build; build("runs/tiny-base")
+
+The task is the sum of two 2-digit numbers. A problem is `37+45=`; the model was taught to continue `37+45=<think>` with the
+units' sum, the tens' sum and the answer, `7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, from text in which each of
+the three results slips with probability `SLIP` and what follows builds on the slip. So it knows the way and, sampled at
+temperature 1, walks it to the end about every other time: what RL from the verified answer can sharpen, as it does a
+pretrained model. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out: never taught).
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VERSION = 1  # of what is built: a folder of another version is grown anew
+SLIP = 0.2  # of each of three results: 0.8 ** 3 = 0.51 of the samples are right
+BATCHES, BATCH, LR, WARMUP = 300, 64, 3e-3, 20
+HELD_OUT = 512
+TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
+PROMPT_LEN = 7  # tokens of every prompt: five of the digits and +, the = and <think>
+RESPONSE_LEN = 24  # tokens of the longest response, <eos> included
+
+
+def build(out: str, seed: int = 0) -> str:
+    """Grow the base model and its problems into the folder `out` and return its path; at once if it is already there.
+
+    Written beside `out` and renamed at the end: a build that was killed leaves no half of one. Raises ValueError where
+    `out` holds something that is not such a build.
+    """
+    path = Path(os.path.abspath(out))
+    mark = path / "tiny.json"
+    if mark.is_file():
+        built = json.loads(mark.read_text())
+        if (built["version"], built["seed"]) == (VERSION, seed):
+            return str(path)
+    elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} holds something else than a tiny base model: name another folder, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        new = Path(scratch) / "new"  # a folder inside, for a temporary folder itself is closed to other users
+        new.mkdir()
+        _grow(new, seed)
+        shutil.rmtree(path, ignore_errors=True)  # an empty folder or an older build
+        os.rename(new, path)
+    return str(path)
+
+
+def _grow(folder: Path, seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(problems)
+    held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is none of our business
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.05,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32"))
+    _teach(model, tokenizer, train, rng)
+    accuracy = sampled_accuracy(model, tokenizer, held_out, generator)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, part in (("train", train), ("eval", held_out)):
+        rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in part)
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+    (folder / "tiny.json").write_text(json.dumps({"version": VERSION, "seed": seed, "accuracy": accuracy}) + "\n")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that any text goes in and comes out unchanged, and one for each of `TAGS`.
+
+    The tags are ordinary tokens: only <eos> and <pad> vanish when special tokens are skipped, for the reward reads the tags.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>",
+                                   clean_up_tokenization_spaces=False)
+
+
+def worked(a: int, b: int, rng: random.Random, slip: float) -> str:
+    """The response to `a+b=`; each of its results is off in its last digit with probability `slip`, and carried on."""
+    def noisy(value: int) -> int:
+        return value - value % 10 + (value + rng.randrange(1, 10)) % 10 if rng.random() < slip else value
+
+    units = noisy(a % 10 + b % 10)
+    carry = units // 10
+    tens = noisy(a // 10 + b // 10 + carry)
+    answer = noisy(10 * tens + units % 10)
+    thought = f"{a % 10}+{b % 10}={units},{'1+' * carry}{a // 10}+{b // 10}={tens}"
+    return f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
+
+
+def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random) -> None:
+    """Next-token prediction on the responses; the slips are drawn anew each time a problem comes round."""
+    texts = []
+    while len(texts) < BATCHES * BATCH:
+        rng.shuffle(problems)
+        texts += [f"{a}+{b}=<think>{worked(a, b, rng, SLIP)}{tokenizer.eos_token}" for a, b in problems]
+    tokens = tokenizer(texts[:BATCHES * BATCH], padding=True, return_tensors="pt").input_ids
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / WARMUP) * (
+        0.5 + 0.5 * math.cos(math.pi * i / BATCHES)))
+    slow = {} if sys.stderr.isatty() else {"mininterval": 10, "maxinterval": 10}
+    for batch in tqdm(tokens.split(BATCH), desc="growing the base model", unit="batch", **slow):
+        logits = model(batch[:, :-1], use_cache=False).logits[:, PROMPT_LEN - 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_LEN:].flatten(), ignore_index=tokenizer.pad_token_id)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.eval()
+
+
+@torch.no_grad()
+def sample(model: Qwen2ForCausalLM, prompts: Tensor, generator: torch.Generator) -> Tensor:
+    """(N, RESPONSE_LEN) tokens drawn at temperature 1 after `prompts` (N, P), past the end of the answer too."""
+    cache, last, drawn = None, prompts, []
+    for _ in range(RESPONSE_LEN):
+        output = model(last, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        last = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator)
+        drawn.append(last)
+    return torch.cat(drawn, dim=1)
+
+
+def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list,
+                     generator: torch.Generator) -> float:
+    """Share of `problems` answered right by one sample each at temperature 1, the tags as they should be."""
+    prompts = tokenizer([f"{a}+{b}=<think>" for a, b in problems], return_tensors="pt").input_ids
+    texts = tokenizer.batch_decode(sample(model, prompts, generator))
+    right = [text.partition("</answer>")[0].endswith(f"</think><answer>\\boxed{{{a + b}}}")
+             for text, (a, b) in zip(texts, problems, strict=True)]
+    return sum(right) / len(right)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Grow the demo's base model and its problems.")
+    parser.add_argument("out", nargs="?", default="runs/tiny-base", help="folder to make (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        folder = build(args.out, args.seed)
+    except ValueError as error:
+        sys.exit(f"tiny.py: {error}")
+    info = json.loads(Path(folder, "tiny.json").read_text())
+    print(f"{folder}: {info['accuracy']:.0%} of {HELD_OUT} held-out sums right, sampled at temperature 1")
