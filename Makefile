@@ -7,7 +7,7 @@ SEED ?= 0
 ARGS ?=
 BASE := runs/tiny-base-$(SEED)
 OUT ?= runs/demo-$(ALGO)-$(SEED)
-PIP := .venv/bin/python -m pip install -q --disable-pip-version-check
+PIP := .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check
 # One thread a rank: two were seen to be ten times slower than one whenever anything else ran.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

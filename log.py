@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-
 BINS = torch.logspace(-9, 2, 1101)  # edges of the histogram behind a 99th percentile over all tokens of all ranks
 
 

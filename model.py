@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
 
-from configs import UserError, need
+from configs import need
 from data import Pack
 
 CHUNK_BYTES = 2**28  # of fp32 logits held at once; a few such buffers live together
@@ -231,11 +231,9 @@ def load_config(path: str) -> PreTrainedConfig:
 def load_tokenizer(path: str) -> Any:
     """The folder's tokenizer. Raises UserError where it has none."""
     need(Path(path).is_dir(), f"no model folder {path!r}", "--model with a Hugging Face folder that exists")
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} has no tokenizer ({str(e).splitlines()[0][:100]}); needed: tokenizer.json and "
-                         "tokenizer_config.json beside the weights") from None
+    # Without its files transformers makes up a tokenizer from the model's config, silently.
+    need(any(Path(path).glob("tokenizer*")), f"{path} has no tokenizer", "tokenizer.json and tokenizer_config.json there")
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def load_policy(path: str, device: torch.device | str = "cpu", place: Callable[[nn.Module], nn.Module] = lambda m: m,

@@ -1,12 +1,14 @@
-"""The demo's world, grown on a laptop in about a minute: a tiny base model, its tokenizer and its problems.
+"""The demo's world, grown on a laptop in about a minute: a tiny base model, its tokenizer, its problems.
 
-    python tiny.py [OUT=runs/tiny-base] [--seed 0]        # or: from tiny import build; build("runs/tiny-base")
+    python tiny.py [OUT=runs/tiny-base] [--seed 0]     # or: from tiny import build; build("runs/tiny-base")
 
-The task is the sum of two 2-digit numbers. A problem is `37+45=`; the model was taught to continue `37+45=<think>` with the
-units' sum, the tens' sum and the answer, `7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, from text in which each of
-the three results slips with probability `SLIP` and what follows builds on the slip. So it knows the way and, sampled at
-temperature 1, walks it to the end about every other time: what RL from the verified answer can sharpen, as it does a
-pretrained model. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out: never taught).
+The task is the sum of two 2-digit numbers. A problem is `37+45=`; the model was taught to continue
+`37+45=<think>` with the units' sum, the tens' sum and the answer,
+`7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, from text in which each of the three results slips with
+probability `SLIP` and what follows builds on the slip. So it knows the way and, sampled at temperature 1,
+walks it to the end about every other time: what RL from the verified answer can sharpen, as it does a
+pretrained model. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out:
+never taught).
 """
 
 import argparse
@@ -36,10 +38,10 @@ RESPONSE_LEN = 24  # tokens of the longest response, <eos> included
 
 
 def build(out: str, seed: int = 0) -> str:
-    """Grow the base model and its problems into the folder `out` and return its path; at once if it is already there.
+    """Grow the base model and its problems into the folder `out`, unless they are there; returns its path.
 
-    Written beside `out` and renamed at the end: a build that was killed leaves no half of one. Raises ValueError where
-    `out` holds something that is not such a build.
+    Written beside `out` and renamed at the end: a build that was killed leaves no half of one. Raises
+    ValueError where `out` holds something that is not such a build.
     """
     path = Path(os.path.abspath(out))
     mark = path / "tiny.json"
@@ -48,7 +50,7 @@ def build(out: str, seed: int = 0) -> str:
         if (built["version"], built["seed"]) == (VERSION, seed):
             return str(path)
     elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} holds something else than a tiny base model: name another folder, or remove it")
+        raise ValueError(f"{path} is no tiny base model: name another folder, or remove this one")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         new = Path(scratch) / "new"  # a folder inside, for a temporary folder itself is closed to other users
@@ -68,24 +70,28 @@ def _grow(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):  # the caller's random state is none of our business
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.05,
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32"))
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     _teach(model, tokenizer, train, rng)
     accuracy = sampled_accuracy(model, tokenizer, held_out, generator)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, part in (("train", train), ("eval", held_out)):
         rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in part)
         (folder / f"{name}.jsonl").write_text("".join(rows))
-    (folder / "tiny.json").write_text(json.dumps({"version": VERSION, "seed": seed, "accuracy": accuracy}) + "\n")
+    mark = {"version": VERSION, "seed": seed, "accuracy": accuracy}
+    (folder / "tiny.json").write_text(json.dumps(mark) + "\n")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, so that any text goes in and comes out unchanged, and one for each of `TAGS`.
 
-    The tags are ordinary tokens: only <eos> and <pad> vanish when special tokens are skipped, for the reward reads the tags.
+    The tags are ordinary tokens, for the reward reads them: only <eos> and <pad> vanish when special tokens
+    are skipped.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -97,7 +103,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def worked(a: int, b: int, rng: random.Random, slip: float) -> str:
-    """The response to `a+b=`; each of its results is off in its last digit with probability `slip`, and carried on."""
+    """The response to `a+b=`; each result's last digit is off with probability `slip`, and carried on."""
     def noisy(value: int) -> int:
         return value - value % 10 + (value + rng.randrange(1, 10)) % 10 if rng.random() < slip else value
 
@@ -109,7 +115,8 @@ def worked(a: int, b: int, rng: random.Random, slip: float) -> str:
     return f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 
 
-def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random) -> None:
+def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list,
+           rng: random.Random) -> None:
     """Next-token prediction on the responses; the slips are drawn anew each time a problem comes round."""
     texts = []
     while len(texts) < BATCHES * BATCH:
@@ -122,7 +129,8 @@ def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
     slow = {} if sys.stderr.isatty() else {"mininterval": 10, "maxinterval": 10}
     for batch in tqdm(tokens.split(BATCH), desc="growing the base model", unit="batch", **slow):
         logits = model(batch[:, :-1], use_cache=False).logits[:, PROMPT_LEN - 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_LEN:].flatten(), ignore_index=tokenizer.pad_token_id)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_LEN:].flatten(),
+                               ignore_index=tokenizer.pad_token_id)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -133,7 +141,7 @@ def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
 
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, prompts: Tensor, generator: torch.Generator) -> Tensor:
-    """(N, RESPONSE_LEN) tokens drawn at temperature 1 after `prompts` (N, P), past the end of the answer too."""
+    """(N, RESPONSE_LEN) tokens drawn at temperature 1 after `prompts` (N, P), past the answer's end too."""
     cache, last, drawn = None, prompts, []
     for _ in range(RESPONSE_LEN):
         output = model(last, past_key_values=cache, use_cache=True)
@@ -155,7 +163,7 @@ def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Grow the demo's base model and its problems.")
-    parser.add_argument("out", nargs="?", default="runs/tiny-base", help="folder to make (default: %(default)s)")
+    parser.add_argument("out", nargs="?", default="runs/tiny-base", help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:

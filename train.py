@@ -228,7 +228,7 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     """The step's samples as parts (one an update of whoever takes more of them) of packs, equal work on every rank."""
     keys = [s.slot * cfg.samples_per_prompt + s.index for s in samples]
     lengths = torch.zeros(cfg.samples_per_step, dtype=torch.int64)
-    lengths[keys] = torch.tensor([s.length for s in samples])
+    lengths[keys] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     layers, width = model.config.num_hidden_layers, model.config.hidden_size
     quad = layers * width / sum(p.numel() for p in model.parameters())  # attention's share: 6·layers·width·L of 6N a token
     layout = assign(dist.all_sum(lengths).numpy(), world.size, cfg, step, quad)
@@ -300,8 +300,8 @@ def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
                 loss.backward()
                 meter.add("value_loss", loss * tokens, p.mask.sum())
                 if not bar.disable:
-                    bar.set_postfix(critic_loss=f"{loss.item():.4f}", values=f"{v.sum().item() / max(int(p.mask.sum()), 1):.3f}",
-                                    critic_lr=f"{lr:.1e}")
+                    mean = v.sum().item() / max(int(p.mask.sum()), 1)
+                    bar.set_postfix(critic_loss=f"{loss.item():.4f}", values=f"{mean:.3f}", critic_lr=f"{lr:.1e}")
                 bar.update()
             update(critic, lr, cfg, meter)
 

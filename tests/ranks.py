@@ -84,15 +84,3 @@ def main(cfg) -> str:
     except train.UserError as e:
         return str(e)
     return ""
-
-
-def greedy_vllm(path: str, prompt: list[int]) -> list[int]:
-    """Eight greedy tokens by vLLM, weights loaded by itself from the folder."""
-    import rollout
-
-    LLM = rollout._import_vllm()
-    from vllm import SamplingParams
-
-    llm = LLM(model=path, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**26, max_num_seqs=2)
-    params = SamplingParams(temperature=0, max_tokens=8)
-    return list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)

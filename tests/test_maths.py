@@ -198,12 +198,12 @@ def test_grpo_family(name):
     recipe = {"clip_low": 0.2, "clip_high": 0.2} | grpo.RECIPES[name]
     low, high, ratio, aggregation = (recipe[k] for k in ("clip_low", "clip_high", "ratio", "aggregation"))
     scale = 4e-4 if ratio == "sequence" else 0.3
+    tokens, responses, longest = 31.0, 9.0, 50
     for seed in range(CASES):
         lengths, mask, cu, g = ragged(seed)
         old = torch.randn(len(mask), generator=g, dtype=torch.float64)
         logp = old + scale * torch.randn(len(mask), generator=g, dtype=torch.float64)
         adv = torch.randn(len(lengths), generator=g, dtype=torch.float64)[ppo.segment_ids(cu)]
-        tokens, responses, longest = 31.0, 9.0, 50
 
         def naive(x, lengths=lengths, old=old, adv=adv):
             total = (x * 0).sum()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, run_ranks
-from ranks import greedy_vllm, main
+from ranks import main
 from safetensors.torch import load_file
 
 from configs import PRESETS
@@ -91,8 +91,8 @@ def test_any_number_of_ranks_is_the_same_run(base, tmp_path):
     assert runs[1][-2]["reward"] > runs[1][0]["reward"] + 0.05  # and it learns
 
 
-def test_the_exports_load_in_transformers_and_vllm(two_ranks):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+def test_the_exports_load_in_transformers(two_ranks):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     out, _, policy = two_ranks
     hf, info = AutoModelForCausalLM.from_pretrained(out / "export" / "policy", dtype=torch.float32, output_loading_info=True)
@@ -101,15 +101,6 @@ def test_the_exports_load_in_transformers_and_vllm(two_ranks):
     _, info = AutoModelForSequenceClassification.from_pretrained(out / "export" / "critic", num_labels=1,
                                                                  output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    ids = AutoTokenizer.from_pretrained(out / "export" / "policy")("12+34=", return_tensors="pt").input_ids
-    want = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
-    got = run_ranks(1, greedy_vllm, str(out / "export" / "policy"), ids[0].tolist())[0]
-    assert got == want[:len(got)] and got
-
-
-def test_the_loop_runs_with_vllm_and_agrees_with_the_trainer(base, tmp_path):
-    rows, _ = run(dataclasses.replace(base, algo="grpo", critic_updates=1, engine="vllm", steps=2, save_every=0), tmp_path / "v")
-    assert all(r["logp_gap/mean"] < 1e-4 for r in rows if "reward" in r)
 
 
 def test_a_reward_that_raises_is_a_reason_and_no_crash(base, tmp_path):

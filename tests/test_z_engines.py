@@ -157,3 +157,32 @@ def test_rollouts_are_graded_and_ordered(engine, policy, engines):
         samples = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 0), 3)
     assert [(s.slot, s.index) for s in samples] == [(i, j) for i in range(3) for j in range(2)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in samples)
+
+
+def test_the_loop_runs_with_either_engine_and_its_export_loads_in_vllm(engine, engines, tiny, tmp_path, monkeypatch):
+    """The whole of train.py around this process's engine; then vLLM reads the exported folder by its own loader."""
+    import json
+
+    from transformers import AutoModelForCausalLM
+
+    import train
+    from log import read_metrics
+
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 20)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=tiny, data=(str(tmp_path / "d.jsonl"),), eval_data=(), steps=2,
+                              max_response_len=24, prompts_per_step=4, samples_per_prompt=4, out=str(tmp_path / "run"),
+                              device="cpu", dtype="float32", advantage="group_mean", entropy_coef=1.0, policy_lr=1e-3)
+    monkeypatch.setattr(train, "make_engine", lambda *_: engine)
+    train.main(cfg)
+    assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")] == [True, True]
+
+    exported = tmp_path / "run" / "export" / "policy"
+    hf, prompt = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32), engines[2]("12+34=").input_ids
+    want = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt):].tolist()
+    vllm = engines[0]["vllm"]
+    with vllm.awake(model.load_policy(tiny).named_parameters(), version=3):
+        vllm.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(exported)})
+        vllm.llm.apply_model(rollout._repack_tied_head)
+        got = next(iter(vllm.generate({0: prompt}, **GO | {"temperature": 0, "max_tokens": 8}))).ids.tolist()
+    assert got == want[:len(got)] and len(got) > 0
