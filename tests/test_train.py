@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import string
 import subprocess
@@ -138,12 +137,10 @@ def test_a_mistake_is_one_line_on_every_rank(base, tmp_path, changes, words):
 
 
 def test_the_command_line_says_a_mistake_in_one_line():
-    for argv, word in ((["tiny-ppo", "--stepz", "3"], "--steps"), (["tiny-ppo", "--model", "/no/such"], "no model folder")):
-        done = subprocess.run([sys.executable, ROOT / "train.py", *argv], capture_output=True, text=True, timeout=600,
-                              env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False)
-        assert done.returncode != 0
-        assert [line for line in done.stderr.splitlines() if line.startswith("train.py: ")][0].count(word)
-        assert "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, ROOT / "train.py", "tiny-ppo", "--stepz", "3"], capture_output=True, text=True,
+                          timeout=600, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)") and done.stderr.count("\n") == 1
 
 
 def test_resume_never_refuses_a_run(two_ranks, base):
