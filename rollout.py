@@ -332,8 +332,8 @@ def _import_vllm() -> Any:
     for k, v in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
                      TOKENIZERS_PARALLELISM="false").items():
         os.environ.setdefault(k, v)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # a compile of 13 s hides in the first call
+    if not torch.cuda.is_available():  # a compile of 13 s hides in the first call; the environment was read long ago
+        torch._dynamo.config.disable = True
     try:
         from vllm import LLM
     except ImportError as e:

@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import matplotlib
 import numpy as np
 import torch
+import torch.utils.tensorboard  # noqa: F401  loaded here once instead of in every rank that is forked
 
 import data
 import dist
 import model
 import train
 from log import Meter
+
+matplotlib.use("Agg")
+import matplotlib.pyplot  # noqa: E402, F401
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
