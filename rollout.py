@@ -286,7 +286,10 @@ class VLLMEngine(Engine):
         if self.cuda:
             torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        # vLLM takes a tied embedding in only at the very end, when FSDP has long freed what was yielded.
+        tied = self.config.tie_word_embeddings
+        stream = ((n, t.clone() if tied and n.endswith("embed_tokens.weight") else t) for n, t in weights)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.apply_model(_repack_tied_head)
         self.llm.wake_up(tags=["kv_cache"])
         assert self.llm.reset_prefix_cache() is not False, "vLLM would not forget its cached prefixes"
@@ -313,7 +316,7 @@ class VLLMEngine(Engine):
             max_tokens=self.room(prompts[s], max_tokens), stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos),
             logprobs=0, flat_logprobs=True, skip_special_tokens=False) for s in slots]
         ids = self.llm.enqueue([{"prompt_token_ids": list(prompts[s])} for s in slots], params, use_tqdm=False)
-        slot_of = dict(zip(ids, slots, strict=True))
+        slot_of = {i.partition("-")[0]: s for i, s in zip(ids, slots, strict=True)}  # outputs lack the "-uuid" of newer ids
         mine = set(sorted(slots)[self.place::self.cfg.tp])  # the ranks of one engine see all and share out what is kept
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():

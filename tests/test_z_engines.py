@@ -160,9 +160,10 @@ def test_rollouts_are_graded_and_ordered(engine, policy, engines):
 
 
 def test_the_loop_runs_with_either_engine_and_its_export_loads_in_vllm(engine, engines, tiny, tmp_path, monkeypatch):
-    """The whole of train.py around this process's engine; then vLLM reads the exported folder by its own loader."""
+    """The whole of train.py around this process's engine; then vLLM's loader takes the exported file's tensors."""
     import json
 
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     import train
@@ -180,9 +181,6 @@ def test_the_loop_runs_with_either_engine_and_its_export_loads_in_vllm(engine, e
     exported = tmp_path / "run" / "export" / "policy"
     hf, prompt = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32), engines[2]("12+34=").input_ids
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt):].tolist()
-    vllm = engines[0]["vllm"]
-    with vllm.awake(model.load_policy(tiny).named_parameters(), version=3):
-        vllm.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(exported)})
-        vllm.llm.apply_model(rollout._repack_tied_head)
-        got = next(iter(vllm.generate({0: prompt}, **GO | {"temperature": 0, "max_tokens": 8}))).ids.tolist()
+    with engines[0]["vllm"].awake(load_file(exported / "model.safetensors").items(), version=3):
+        got = next(iter(engines[0]["vllm"].generate({0: prompt}, **GO | {"temperature": 0, "max_tokens": 8}))).ids.tolist()
     assert got == want[:len(got)] and len(got) > 0
