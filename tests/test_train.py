@@ -38,7 +38,7 @@ def base(tiny, tmp_path_factory):
         PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",), eval_data=(f"{folder}/train.jsonl",),
         reward=f"{folder}/reward.py:digits", stop=tuple(string.ascii_lowercase),
         device="cpu", dtype="float32", prompts_per_step=8, samples_per_prompt=4,
-        max_response_len=24, pack_len=256, critic_updates=2, steps=6, save_every=3, eval_every=3, policy_lr=1e-3,
+        max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2, eval_every=2, policy_lr=1e-3,
         critic_lr=1e-3, keep=5)
 
 
@@ -56,7 +56,7 @@ def maths(rows):
 
 @pytest.fixture(scope="module")
 def two_ranks(base, tmp_path_factory):
-    """Folder, metrics and policy of a run of 6 steps on 2 ranks, saved after 3."""
+    """Folder, metrics and policy of a run of 4 steps on 2 ranks, saved after 2."""
     out = tmp_path_factory.mktemp("run") / "a"
     return out, *run(base, out, ranks=2)
 
@@ -64,27 +64,26 @@ def two_ranks(base, tmp_path_factory):
 def test_two_runs_are_the_same_bit_by_bit(base, two_ranks, tmp_path):
     _, rows, policy = two_ranks
     again, policy_again = run(base, tmp_path / "b", ranks=2)
-    assert maths(again) == maths(rows) and rows[-1]["step"] == 6
+    assert maths(again) == maths(rows) and rows[-1]["step"] == 4
     assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
 
 
 def test_a_resumed_run_is_one_never_stopped_bit_by_bit(base, two_ranks, tmp_path):
     out, rows, policy = two_ranks
-    killed = tmp_path / "c"  # as a kill in step 4 leaves it: a checkpoint of 3 steps, more metrics, half of a save
-    shutil.copytree(out / "ckpt" / "step_000003", killed / "ckpt" / "step_000003")
-    (killed / "ckpt" / "step_000005").mkdir()
-    (killed / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:5]) + '{"step": 5, "rew')
+    killed = tmp_path / "c"  # as a kill in step 3 leaves it: a checkpoint of 2 steps, more metrics, half of a save
+    shutil.copytree(out / "ckpt" / "step_000002", killed / "ckpt" / "step_000002")
+    (killed / "ckpt" / "step_000004").mkdir()
+    (killed / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:3]) + '{"step": 3, "rew')
     again, policy_again = run(base, killed, ranks=2)
-    assert [r["step"] for r in again] == list(range(7))
+    assert [r["step"] for r in again] == list(range(5))
     assert maths(again) == maths(rows)
     assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_any_number_of_ranks_is_the_same_run(ranks, base, two_ranks, tmp_path):
+def test_one_rank_and_two_are_the_same_run(base, two_ranks, tmp_path):
     """The same samples token for token in the first step, the same reward and loss ever after."""
     out, rows, _ = two_ranks
-    others, _ = run(base, tmp_path / "d", ranks)
+    others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"
     assert (tmp_path / "d" / samples).read_text() == (out / samples).read_text()
     assert (out / samples).read_text().count("\n") == 32
