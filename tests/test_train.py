@@ -112,9 +112,9 @@ def test_a_reward_that_raises_is_a_reason_and_no_crash(base, tmp_path):
     assert rows[0]["grade/error"] + rows[0]["grade/truncated"] == pytest.approx(1)
 
 
-def test_the_kl_to_the_reference_begins_at_zero(base, tmp_path):
+def test_the_kl_to_the_reference_grows(base, tmp_path):
     rows, _ = run(dataclasses.replace(base, kl_coef=0.1, steps=2, eval_every=0, policy_updates=2), tmp_path / "k")
-    assert 0 <= rows[0]["kl"] < 1e-3 < 1 and rows[1]["kl"] > 0
+    assert 0 < rows[0]["kl"] < rows[1]["kl"] < 1  # 0 at the first of two updates
 
 
 @pytest.mark.parametrize("changes,words", {
