@@ -12,7 +12,7 @@ PIP := .venv/bin/python -m pip install -q --no-compile --disable-pip-version-che
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-ifeq ($(shell command -v nvidia-smi),)
+ifeq ($(shell which nvidia-smi 2>/dev/null),)
   REQUIREMENTS := requirements-cpu.txt
 else
   REQUIREMENTS := requirements.txt
