@@ -40,7 +40,7 @@ $(BASE)/tiny.json: .venv/.demo
 # A demo that was interrupted goes on; one that finished starts over.
 demo: $(BASE)/tiny.json
 	@if [ -d $(OUT)/export/policy ]; then rm -rf $(OUT); fi
-	.venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
+	.venv/bin/torchrun --standalone --monitor-interval 1 --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
 	  --data $(BASE)/train.jsonl --eval_data $(BASE)/eval.jsonl --seed $(SEED) --out $(OUT) $(ARGS)
 
 test: .venv/.test

@@ -1,91 +1,247 @@
 """What survives a crash: sharded checkpoints that appear whole or not at all, resume, and Hugging Face exports.
 
-A checkpoint is `ckpt/step_000020/`, written by DCP under a temporary name, renamed, then marked COMPLETE; what lacks the
-mark doesn't count. It holds fp32 weights and optimizer state and the number of steps done, nothing else: all randomness is
-a function of (seed, step). Resharding to another number of ranks is DCP's.
+A checkpoint is `ckpt/step_000020/`. DCP writes it under a temporary name, beside the training; then it is checked, renamed
+and marked COMPLETE, with the size of every file; what lacks the mark, or a file, doesn't count. It holds fp32 weights and
+optimizer state, the number of steps done, the config and versions, nothing else: all randomness is a function of
+(seed, step). Resharding to another number of ranks is DCP's.
 
-    python ckpt.py export RUN STEP OUT      # the policy of a checkpoint as a Hugging Face folder
+    python ckpt.py export RUN STEP OUT [critic]      # the policy (or critic) of a checkpoint as a Hugging Face folder
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as td
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dist
-from configs import UserError, need
-from model import Critic, load_config, load_tokenizer, state_keys
+from configs import Config, UserError, changed, need
+from log import read_metrics
+from model import Critic, Policy, load_config, load_tokenizer
 
 SHARD_BYTES = 4 * 2**30  # of one exported safetensors file
+STATE_BYTES = 12  # a parameter in a checkpoint: weight, two moments, fp32
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def preflight(out: str) -> Path:
-    """The run's folder, absolute and writable by every rank, which all must see rank 0's probe file in it. Raises
-    UserError, the same on every rank, naming the hosts where it fails."""
-    folder = Path(out).absolute()
+# --- before anything is loaded
+
+
+def preflight(cfg: Config) -> Path:
+    """The run's folder, absolute and writable by every rank, which all must see rank 0's probe file in it, with room for the
+    checkpoints to come; and all ranks run the same thing. Raises UserError, the same on every rank, naming hosts."""
+    folder = Path(cfg.out).absolute()
+    host, main = os.uname().nodename, td.get_rank() == 0
+    said = dist.gather((host, _what_runs(cfg)))
+    other = sorted({f"{h} ({', '.join(f'{k} {v}' for k, v in what.items() if v != said[0][1][k])})"
+                    for h, what in said if what != said[0][1]})
+    need(not other, f"not every rank runs what rank 0 on {host if main else said[0][0]} runs: {', '.join(other)}",
+         "the same code, packages and command line on every machine")
     probe, trouble = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}", ""
     try:
-        if td.get_rank() == 0:
+        if main:
             folder.mkdir(parents=True, exist_ok=True)
+            need(cfg.resume != "never" or not any(folder.iterdir()), f"{folder} is not empty, and --resume is never",
+                 "an empty --out, or --resume auto")
             probe.touch()
     except OSError as e:
-        trouble = f"can't write to {folder} on {os.uname().nodename} ({e.strerror})"
-    trouble = dist.gather(trouble)[0]
-    need(not trouble, trouble, "--out with a folder that can be written")
+        trouble = f"can't write to {folder} on {host} ({e.strerror}); needed: --out with a folder that can be written"
+    except UserError as e:
+        trouble = str(e)
+    _agree(trouble)
     mine = folder / f".probe-{td.get_rank()}"
     try:
-        blind = "" if probe.exists() else f"{os.uname().nodename} doesn't see {folder} as rank 0 does"
+        blind = "" if probe.exists() else f"{host} doesn't see {folder} as rank 0 on {said[0][0]} does"
         mine.touch()
         mine.unlink()
     except OSError as e:
-        blind = f"can't write to {folder} on {os.uname().nodename} ({e.strerror})"
+        blind = f"can't write to {folder} on {host} ({e.strerror})"
     found = sorted({b for b in dist.gather(blind) if b})
-    if td.get_rank() == 0:
+    if main:
         probe.unlink()
     need(not found, "; ".join(found), "--out on a file system that all ranks share")
+    lack = _lack_of_space(cfg, folder)  # on every rank, for a missing --model is missing on all
+    _agree(lack)
     return folder
 
 
-def step_folder(out: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
-    return out / "ckpt" / f"step_{step:06d}"
+def _agree(trouble: str) -> None:
+    """Raise rank 0's trouble, if it has any, on every rank."""
+    trouble = dist.gather(trouble)[0]
+    if trouble:
+        raise UserError(trouble)
 
 
-def save(out: Path, step: int, models: dict[str, Trained], keep: int) -> Path:
-    """Checkpoint after `step` steps; then remove all but the newest `keep`."""
-    final = step_folder(out, step)
-    part = final.with_name(f".{final.name}.part")
-    if td.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    td.barrier()
-    dcp.save(_state(models), checkpoint_id=part)
-    td.barrier()
-    if td.get_rank() == 0:
-        (part / "state.json").write_text(json.dumps(dict(step=step, models=list(models))))
-        for file in part.iterdir():
-            _sync(file)
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-        (final / "COMPLETE").touch()
-        _sync(final.parent)
-        for old in complete(out)[:-keep]:
-            shutil.rmtree(old)
-    td.barrier()
-    return final
+def _what_runs(cfg: Config) -> dict[str, str]:
+    """What must be the same on all ranks, in short."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(file.read_bytes())
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "code": code.hexdigest()[:8],
+            "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]}
+
+
+def _lack_of_space(cfg: Config, folder: Path) -> str:
+    """Why the disk is too small for this run, or nothing."""
+    with torch.device("meta"):
+        policy = sum(p.numel() for p in Policy(load_config(cfg.model)).parameters())
+        critic = sum(p.numel() for p in Critic(load_config(cfg.critic_model or cfg.model)).parameters())
+    trained = policy + (critic if cfg.algo == "ppo" else 0)
+    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
+    want = count * STATE_BYTES * trained + 2 * trained  # and the exports, in bf16
+    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*/*") if f.is_file())
+    if free >= want:
+        return ""
+    return (f"{_size(free)} free in {folder} for {count} checkpoints of {_size(STATE_BYTES * trained)} and an export of "
+            f"{_size(2 * trained)}; needed: {_size(want)}, so a smaller --keep, or another --out")
+
+
+def _size(n: float) -> str:
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+# --- saving
+
+
+class SaveFailed(OSError):
+    """A checkpoint that could not be written, in one line."""
+
+
+class Saver:
+    """A run's checkpoints. `save` waits for the copy to host memory; the rest goes on beside the training, one at a time: in a
+    process of its own where `aside` (vLLM's scheduler needs the GIL of this one), else in a thread."""
+
+    def __init__(self, out: Path, models: Mapping[str, Trained], cfg: Config, facts: dict[str, Any], saved: int,
+                 aside: bool) -> None:
+        self.out, self.models, self.cfg, self.facts = out, models, cfg, facts
+        self.saved = self.step = saved  # steps that a complete checkpoint holds; and the one in flight
+        self.kind = AsyncCheckpointerType.PROCESS if aside else AsyncCheckpointerType.THREAD
+        self.group = td.new_group(backend="gloo")  # its collectives must not meet the training's
+        self.pool = ThreadPoolExecutor(1)
+        self.flying: Future | None = None
+        self.told, self.failures = False, 0
+        if td.get_rank() == 0:
+            (out / "ckpt").mkdir(exist_ok=True)
+
+    def save(self, step: int, wait: bool = False) -> str:
+        """Begin the checkpoint after `step` steps, once the one before has ended; `wait`: and see it through, in this process.
+        Returns what went wrong with the last one that ended, or "". Raises UserError when two in a row did. What is saved
+        already, or hasn't begun, is not saved."""
+        said = self.finish()
+        if step == self.saved:
+            return said
+        self.step = step
+        part = self.out / "ckpt" / f".step_{step:06d}.{os.getpid()}.{time.time_ns()}.part"  # no other writer, not a dead run's
+        part = dist.gather(part)[0]
+        if td.get_rank() == 0:
+            for left in part.parent.glob(".step_*.part"):
+                shutil.rmtree(left, ignore_errors=True)
+            part.mkdir(parents=True)
+        td.barrier()
+        state, writer = _state(self.models), dcp.FileSystemWriter(part)
+        self.told = False
+        if wait or said:  # after a failure without the process that may have caused it
+            self.flying = Future()
+            try:
+                dcp.save(state, storage_writer=writer, process_group=self.group)
+                self.flying.set_result(self._complete(step, part, None))
+            except (Exception, CheckpointException) as e:
+                self.flying.set_exception(self._failed(part, e))
+            return (self.finish() if wait else "") or said
+        written = dcp.async_save(state, storage_writer=writer, process_group=self.group, async_checkpointer_type=self.kind)
+        self.flying = self.pool.submit(self._complete, step, part, written)
+        return said
+
+    def news(self) -> str:
+        """What went wrong with the save in flight, once, as soon as it is known; on rank 0."""
+        if self.told or self.flying is None or not self.flying.done() or self.flying.exception() is None:
+            return ""
+        self.told = True
+        return str(self.flying.exception())
+
+    def finish(self) -> str:
+        """Wait for the save in flight. Returns what went wrong, or ""; raises UserError when two in a row did."""
+        if self.flying is None:
+            return ""
+        error, self.flying = self.flying.exception(), None
+        words = next((w for w in dist.gather("" if error is None else str(error)) if w), "")
+        if words:
+            self.failures += 1
+        else:
+            self.failures, self.saved = 0, self.step
+        need(self.failures < 2, f"two saves in a row failed, the last one so: {words}", f"a {self.out} that can be written to")
+        return "" if self.told else words
+
+    def _complete(self, step: int, part: Path, written: Future | None) -> None:
+        """Rank 0: check, rename, mark and prune once all ranks have written."""
+        try:
+            if written:
+                written.result()
+            if td.get_rank() == 0:
+                facts = self.facts | {"step": step, "models": list(self.models)}
+                (part / "state.json").write_text(json.dumps(facts, indent=1))
+                sizes = _verify(part)
+                for file in part.iterdir():
+                    _sync(file)
+                final = step_folder(self.out, step)
+                shutil.rmtree(final, ignore_errors=True)
+                part.rename(final)
+                (final / ".COMPLETE").write_text(json.dumps(sizes))
+                _sync(final / ".COMPLETE")
+                (final / ".COMPLETE").rename(final / "COMPLETE")
+                _sync(final)
+                _sync(final.parent)
+                prune(self.out, self.cfg.keep, self.cfg.keep_best)
+        except (Exception, CheckpointException) as e:  # DCP's is no Exception
+            raise self._failed(part, e) from e
+
+    def _failed(self, part: Path, error: BaseException) -> SaveFailed:
+        """The error in a user's words; what was written goes, for it may be what fills the disk."""
+        if isinstance(error, SaveFailed):
+            return error
+        cause = next((w[0] for w in error.failures.values()), error) if isinstance(error, CheckpointException) else error
+        free = shutil.disk_usage(self.out).free
+        if td.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        intact = complete(self.out)
+        step = int(part.name.split(".")[1].removeprefix("step_"))
+        words = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        wanted, last = _size(_bytes(self.models)), intact[-1].name if intact else "none"
+        return SaveFailed(f"the checkpoint after {step} steps failed: {words} ({_size(free)} free in {self.out}, {wanted} "
+                          f"needed); the last complete one: {last}")
+
+
+def _bytes(models: Mapping[str, Trained]) -> int:
+    return STATE_BYTES * sum(p.numel() for model, _ in models.values() for p in model.parameters())
+
+
+def _verify(part: Path) -> dict[str, int]:
+    """Size of every file of a checkpoint that is written. Raises OSError where one is shorter than DCP's manifest says."""
+    metadata = dcp.FileSystemReader(part).read_metadata()
+    ends: dict[str, int] = {}
+    for where in metadata.storage_data.values():
+        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    sizes = {f.name: f.stat().st_size for f in part.iterdir()}
+    for name, end in ends.items():
+        if sizes.get(name, 0) < end:
+            raise OSError(f"{name} has {sizes.get(name, 0)} bytes of {end}")
+    return sizes
 
 
 def _sync(path: Path) -> None:
@@ -94,44 +250,89 @@ def _sync(path: Path) -> None:
     os.close(fd)
 
 
+def step_folder(out: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies."""
+    return out / "ckpt" / f"step_{step:06d}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has its mark and every file that the mark names, whole."""
+    try:
+        sizes = json.loads((folder / "COMPLETE").read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
 def complete(out: Path) -> list[Path]:
     """The run's complete checkpoints, oldest first."""
-    return sorted(p.parent for p in (out / "ckpt").glob("step_*/COMPLETE"))
+    return sorted(p for p in (out / "ckpt").glob("step_*") if is_complete(p))
+
+
+def prune(out: Path, keep: int, keep_best: str) -> None:
+    """Remove all complete checkpoints but the newest `keep` and the best by evaluation, which `ckpt/best` then points to."""
+    have = complete(out)
+    best = _best(out, have, keep_best)
+    if best:
+        link = out / "ckpt" / ".best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(best.name)
+        link.rename(out / "ckpt" / "best")
+    for old in have[:-keep]:
+        if old != best:
+            (old / "COMPLETE").unlink()  # first: what is half removed must not count
+            shutil.rmtree(old)
+
+
+def _best(out: Path, have: list[Path], metric: str) -> Path | None:
+    """The one of `have` whose evaluation was highest, the newest of equals."""
+    scores: dict[str, float] = {}
+    for row in read_metrics(out):
+        values = ([v for k, v in row.items() if k.startswith("eval/") and "/avg@" in k] if metric == "auto"
+                  else [row[metric]] if metric in row else [])
+        if values:
+            scores[step_folder(out, int(row["step"])).name] = sum(values) / len(values)
+    scored = [p for p in have if p.name in scores]
+    return max(scored, key=lambda p: (scores[p.name], p.name), default=None)
+
+
+# --- resuming
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """The checkpoint to start from: "auto" takes the newest complete one in out, "never" refuses a folder with one, a path
-    must be a complete checkpoint or a run that has one. Raises UserError."""
-    have = complete(out)
-    if resume == "auto":
-        return have[-1] if have else None
-    if resume == "never":
-        need(not have, f"{out} already holds a run ({len(have)} checkpoints)", "another --out, or --resume auto")
-        return None
+    """The checkpoint to start from: "auto" takes the newest complete one in out, "never" none, a path must be a complete
+    checkpoint or a run that has one. Raises UserError."""
+    if resume in ("auto", "never"):
+        return (complete(out) or [None])[-1] if resume == "auto" else None
     path = Path(resume).absolute()
     path = (complete(path) or [path])[-1]
-    need((path / "COMPLETE").is_file(), f"{resume} is no complete checkpoint", "a folder ckpt/step_NNNNNN with COMPLETE in it")
+    need(is_complete(path), f"{resume} is no complete checkpoint", "a folder ckpt/step_NNNNNN with COMPLETE in it, or a run's")
     return path
 
 
-def resume(path: Path, models: dict[str, Trained]) -> int:
-    """Fill models and optimizers from a checkpoint of any number of ranks; returns how many steps were done."""
+def resume(path: Path, models: Mapping[str, Trained], facts: Mapping[str, Any]) -> int:
+    """Fill models and optimizers from a checkpoint of any number of ranks; returns how many steps were done. Raises UserError
+    where the run that left it and this one (`facts`: its config and its problems) are not the same algorithm."""
     said = json.loads((path / "state.json").read_text())
-    need(set(models) == set(said["models"]), f"{path} holds {' and '.join(said['models'])}, this run trains "
-         f"{' and '.join(models)}", "the --algo that the checkpoint was made with")
+    differ = changed(said["config"], facts["config"])
+    need(not differ, f"{path} is of a run with another config ({'; '.join(differ)})",
+         "the flags it was made with, or another --out")
+    need(said["problems"] == facts["problems"], f"{path} is of a run on other problems or another template",
+         "the --data and --template it was made with, or another --out")
     for _, optimizer in models.values():
         _init(optimizer)
-    state = _state(models)
-    dcp.load(state, checkpoint_id=path)
-    for name, (model, optimizer) in models.items():
-        set_state_dict(model, optimizer, model_state_dict=state[name], optim_state_dict=state[f"{name}_optimizer"])
+    dcp.load(_state(models), checkpoint_id=path)  # in place: these are the parameters themselves
     return said["step"]
 
 
-def _state(models: dict[str, Trained]) -> dict[str, Any]:
-    state = {}
-    for name, (model, optimizer) in models.items():
-        state[name], state[f"{name}_optimizer"] = get_state_dict(model, optimizer)
+def _state(models: Mapping[str, Trained]) -> dict[str, Any]:
+    """Parameters and AdamW's moments by name; the tensors themselves. Learning rates and betas are the config's."""
+    state: dict[str, Any] = {}
+    for who, (model, optimizer) in models.items():
+        for name, p in model.named_parameters():  # once each: a tied head is the embedding
+            state[f"{who}.{name}"] = p.detach()
+            for key, value in optimizer.state.get(p, {}).items():
+                state[f"{who}_optimizer.{key}.{name}"] = value
     return state
 
 
@@ -200,22 +401,20 @@ def _describe(model: nn.Module, tokenizer: Any, source: str, folder: Path) -> No
 
 
 def main(argv: list[str]) -> None:
-    """`python ckpt.py export RUN STEP OUT`."""
-    need(len(argv) == 4 and argv[0] == "export" and argv[2].isdigit(), f"ckpt.py {' '.join(argv)}",
-         "python ckpt.py export RUN STEP OUT")
-    from configs import Config
-    from model import Policy
-
-    run = Path(argv[1])
+    """`python ckpt.py export RUN STEP OUT [critic]`."""
+    need(len(argv) in (4, 5) and argv[0] == "export" and argv[2].isdigit() and argv[4:] in ([], ["policy"], ["critic"]),
+         f"ckpt.py {' '.join(argv)}", "python ckpt.py export RUN STEP OUT [critic]")
+    run, who = Path(argv[1]), (argv[4:] or ["policy"])[0]
     path = step_folder(run, int(argv[2]))
-    need((path / "COMPLETE").is_file(), f"no complete checkpoint {path}",
+    need(is_complete(path), f"no complete checkpoint {path}",
          f"one of {', '.join(p.name for p in complete(run)) or 'none: this run has no checkpoint'}")
-    source = json.loads((run / "config.json").read_text())["model"] or Config().model
-    policy = Policy(load_config(source))
-    state = {"policy": state_keys(policy)}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    export_hf(dist.full_weights(policy), policy, load_tokenizer(source), source, Path(argv[3]))
-    print(f"{argv[3]}: the policy after {argv[2]} steps")
+    said = json.loads((path / "state.json").read_text())
+    need(who in said["models"], f"{path} holds no {who}", f"one of {', '.join(said['models'])}")
+    source = said["config"]["model"]
+    model = (Critic if who == "critic" else Policy)(load_config(source))
+    dcp.load({f"{who}.{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
+    export_hf(dist.full_weights(model), model, load_tokenizer(source), source, Path(argv[3]))
+    print(f"{argv[3]}: the {who} after {argv[2]} steps")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Config:
     total_episodes: int = 0  # prompt-response pairs in all
     eval_every: int = 10  # steps between evaluations (also at step 0 and at the end); 0: never
     save_every: int = 50  # steps between checkpoints (also at the end); 0: only at the end
-    resume: str = "auto"  # auto: continue what is in --out; never: start afresh; or a checkpoint's folder
+    resume: str = "auto"  # auto: continue what is in --out; never: start in an empty folder; or a checkpoint's folder
 
     # --- the batch
     prompts_per_step: int = 128  # prompts sampled each step
@@ -101,7 +101,10 @@ class Config:
     shard_ranks: int = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
     checkpoint_activations: bool = True  # recompute each layer in the backward pass
     offload: bool = True  # trainer state goes to the host while the engine is awake (CUDA)
-    keep: int = 2  # checkpoints kept
+    keep: int = 2  # newest checkpoints kept
+    keep_best: str = "auto"  # metric whose highest checkpoint is kept too; auto: mean of all eval/*/avg@k; empty: none
+    grace: float = 25.0  # seconds to save and leave after SIGTERM or SIGUSR1
+    stall_limit: float = 3600.0  # seconds that one phase may take before every rank prints its stack and ends
     max_logp_gap: float = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
 
     def __post_init__(self) -> None:
@@ -204,6 +207,23 @@ LAYOUTS: dict[str, dict] = {
     "production": dict(ranks=32, prompts_per_step=128, samples_per_prompt=64, critic_updates=12, engine_share=0.7),
 }
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
+
+
+# What a resumed run may change: none of it enters the maths of a step. Data and template are held to by their problems.
+MAY_CHANGE = {
+    "out", "resume", "data", "template", "steps", "epochs", "total_episodes", "eval_data", "eval_every", "eval_samples",
+    "eval_temperature", "save_every", "keep", "keep_best", "grace", "stall_limit", "max_logp_gap", "critic_model", "engine",
+    "engine_share", "max_num_seqs", "tp", "grade_workers", "grade_deadline", "layout", "ranks", "device", "dtype",
+    "shard_ranks", "checkpoint_activations", "offload", "pack_len"}
+
+
+def changed(old: dict, new: dict) -> list[str]:
+    """`field: old -> new` of each field that makes `new` (as dataclasses.asdict gives it) another algorithm than `old`."""
+    free = MAY_CHANGE - ({"steps"} if new["lr_decay"] != "constant" else set())
+    if old.get("layout") != new["layout"]:
+        free = free | {k for values in LAYOUTS.values() for k in values}
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in new.items()}  # as JSON has it
+    return [f"{k}: {old[k]} -> {v}" for k, v in plain.items() if k not in free and k in old and old[k] != v]
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

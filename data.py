@@ -12,6 +12,7 @@ Departs from Open-Reasoner-Zero: no remainder is dropped, no sample is duplicate
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import json
 import os
@@ -205,6 +206,14 @@ def templater(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
     else:
         form = TEMPLATES[template]
     return lambda text: tokenizer(form.replace("{problem}", text)).input_ids
+
+
+def fingerprint(problems: Sequence[Problem]) -> str:
+    """What a checkpoint knows its problems by: the same prompts, token for token, with the same answers, in the same order."""
+    digest = hashlib.sha256()
+    for p in problems:
+        digest.update(repr((p.ids, p.answer)).encode())
+    return digest.hexdigest()[:16]
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:

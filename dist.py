@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import os
 import pickle
+import signal
 import socket
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-TIMEOUT = datetime.timedelta(minutes=30)
+from configs import need
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,26 @@ class World:
         return self.rank == 0
 
 
-def init(device: str = "auto", dtype: str = "auto") -> World:
-    """Join the ranks that torchrun started, or be the only one. device, dtype: as in configs.Config."""
+def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
+    """Join the ranks that torchrun started, or be the only one. Arguments: as in configs.Config. Raises UserError where a rank
+    has no GPU to itself."""
     if "RANK" not in os.environ:  # vLLM's external_launcher reads these too
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                                MASTER_PORT=str(s.getsockname()[1]))
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    need(not cuda or local < here, f"{here} GPUs on {os.uname().nodename} for rank {local + 1} of this machine",
+         f"torchrun --nproc-per-node {here} …" if here else "--device cpu, or a CUDA build of torch and a GPU")
+    where = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(where)
     if not td.is_initialized():
-        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+        # Our own watch ends a stalled phase first, with stacks.
+        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo",
+                              timeout=datetime.timedelta(seconds=1.5 * stall_limit + 60))
+        watch(stall_limit)
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(td.get_rank(), td.get_world_size(), where, kind)
 
@@ -137,6 +148,11 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 # --- numbers and samples
 
 
+def size() -> int:
+    """How many ranks there are."""
+    return td.get_world_size()
+
+
 def all_sum(x: Tensor) -> Tensor:
     """Sum over ranks, a new tensor."""
     x = x.clone()
@@ -181,22 +197,85 @@ def balance(samples: Sequence[Any], keys: Sequence[int], plan: list[list[list[li
     return [[[here[k] for k in bin] for bin in part[rank]] for part in plan]
 
 
-# --- time
+# --- time, and what ends a run early
 
 
 TIMES: dict[str, float] = defaultdict(float)  # seconds by phase, since the last `times()`
+NOW = ["start", float("inf"), 0.0]  # the phase that this rank is in, when it began, and its limit in seconds
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Add the seconds spent inside to TIMES[name]; on CUDA, until the device is done."""
+    """Add the seconds spent inside to TIMES[name]; on CUDA, until the device is done. Watched: see `watch`."""
     start = time.perf_counter()
+    NOW[:2] = [name, start]
+    if NOW[2]:  # a thread of Python's can't look while C code holds the GIL; this one can
+        faulthandler.dump_traceback_later(1.2 * NOW[2] + 30, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        faulthandler.cancel_dump_traceback_later()
+        NOW[:2] = [f"after {name}", float("inf")]
         TIMES[name] += time.perf_counter() - start
+
+
+def watch(limit: float) -> None:
+    """End this process, with the stacks of its threads, once a phase takes longer than `limit` seconds here or on another
+    rank: a hang becomes a restart, and every rank says where it was."""
+    NOW[2] = limit
+    store, every = td.distributed_c10d._get_default_store(), min(5.0, limit / 10)
+
+    def look() -> None:
+        while td.is_initialized():
+            time.sleep(every)
+            late = time.perf_counter() - NOW[1] > limit
+            try:
+                if late:
+                    store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {NOW[0]}")
+                elif not store.check(["stalled"]):
+                    continue
+                first = store.get("stalled").decode()
+            except (RuntimeError, ValueError):  # the others are gone: whoever sees that first says so
+                return
+            print(f"rank {os.environ['RANK']}: stalled ({first} took more than {limit:.0f} s, --stall_limit); "
+                  f"this rank is in phase {NOW[0]}; its stacks:", file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__)
+            time.sleep(3 * every)  # so that the others come to say where they are
+            os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="watch").start()
+
+
+ASKED: list[str] = []  # the signal that asked this rank to stop, and when
+
+
+def heed_signals(grace: float) -> None:
+    """From now on SIGTERM, SIGUSR1 and ctrl-C ask for a stop (`stop_asked`) instead of ending the process, which ends anyway,
+    with exit status 1, if it is still there after `grace` seconds or at a second ctrl-C."""
+    def ask(number: int, frame: Any) -> None:
+        if not ASKED:
+            over = threading.Timer(grace, give_up)
+            over.daemon = True
+            over.start()
+            ASKED.extend((signal.Signals(number).name, str(time.monotonic())))
+        elif number == signal.SIGINT and time.monotonic() - float(ASKED[1]) > 2:  # torchrun passes the first one on, again
+            os._exit(1)
+
+    def give_up() -> None:
+        print(f"rank {os.environ['RANK']}: {ASKED[0]} came {grace:.0f} s ago (--grace), in phase {NOW[0]} no end is in sight: "
+              "leaving without a save", file=sys.stderr)
+        os._exit(1)
+
+    ASKED.clear()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, ask)
+
+
+def stop_asked() -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    return bool(all_max(torch.tensor(len(ASKED))))
 
 
 def times() -> dict[str, float]:

@@ -8,8 +8,11 @@ mean is ever one of means.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -70,13 +73,9 @@ class Logger:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | {"versions": dict(versions)}, indent=1))
         rows = [r for r in read_metrics(out) if r["step"] < start]
         (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-        import logging
-
-        logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.tb = SummaryWriter(str(out / "tb"), purge_step=start)
-        self.file = (out / "metrics.jsonl").open("a", buffering=1)
+        self.file = (out / "metrics.jsonl").open("ab", buffering=0)
+        self.tb = board(out, start)
+        self.unwritten: list[dict[str, float]] = []
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0, that leaves bars alone."""
@@ -84,14 +83,31 @@ class Logger:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
+    def alarm(self, text: str) -> None:
+        """A line that a person should see, if there is one to say."""
+        if text:
+            self.say(f"!! {text}")
+
+    def dump(self, name: str, what: Any) -> Path:
+        """Keep a rank's tensors for a look; returns the file."""
+        path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(what, path)
+        return path
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics and its line."""
         if not self.main:
             return
         row = {"step": step} | {k: float(v) for k, v in metrics.items()}
-        self.file.write(json.dumps(row) + "\n")
-        for k, v in row.items():
-            self.tb.add_scalar(k, v, step)
+        self.unwritten.append(row)
+        try:
+            while self.unwritten:
+                self._write(self.unwritten[0])
+                self.unwritten.pop(0)
+        except OSError as e:  # a disk that is full now may not be so at the next step
+            self.alarm(f"can't write the metrics of step {step} ({e.strerror}): they wait for the next")
+            self.tb = None
         width = len(str(self.steps))
         parts = [f"step {step:{width}}/{self.steps}"]
         for key, form in (("reward", "reward {:.3f}"), ("response_len", "len {:.0f}"), ("entropy", "ent {:.2f}"),
@@ -103,11 +119,24 @@ class Logger:
         for key in [k for k in row if k.startswith("eval/") and "@" in k]:
             self.say(f"  {key} {row[key]:.3f}")
 
+    def _write(self, row: Mapping[str, float]) -> None:
+        """The row to TensorBoard, whose writer stays broken once it failed, and as a line, whole or not at all."""
+        self.tb = self.tb or board(self.out, int(row["step"]))
+        for k, v in row.items():
+            self.tb.add_scalar(k, v, int(row["step"]))
+        at, line = self.file.seek(0, os.SEEK_END), (json.dumps(row) + "\n").encode()
+        if self.file.write(line) < len(line):
+            self.file.truncate(at)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def rows(self, kind: str, step: int, rows: list[dict]) -> None:
         """Write rows to samples/ or eval/ step_NNNNNN.jsonl."""
         if self.main:
             path = self.out / kind / f"step_{step:06d}.jsonl"
-            path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+            try:
+                path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+            except OSError as e:
+                self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int) -> tqdm:
         """A bar over packs, on rank 0 and where there is a terminal."""
@@ -117,9 +146,21 @@ class Logger:
     def close(self) -> None:
         """Flush and draw the plot."""
         if self.main:
-            self.tb.close()
+            if self.tb:
+                with contextlib.suppress(OSError):
+                    self.tb.close()
             self.file.close()
             plot(self.out)
+
+
+def board(out: Path, start: int) -> Any:
+    """TensorBoard's writer for a run that goes on at step `start`."""
+    import logging
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(out / "tb"), purge_step=start)
 
 
 def read_metrics(run: Path) -> list[dict]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -390,10 +390,14 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
 
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int, kind: str = "math") -> list[Sample]:
-    """`n` graded samples of each problem (slot -> problem), ordered by (slot, index). Grading goes on beside generation."""
+            max_tokens: int, key: tuple[int, ...], version: int, kind: str = "math",
+            quit: Callable[[], bool] = lambda: False) -> list[Sample]:
+    """`n` graded samples of each problem (slot -> problem), ordered by (slot, index). Grading goes on beside generation. None
+    once `quit()`."""
     samples: dict[tuple[int, int], Sample] = {}
     for s in engine.generate({k: p.ids for k, p in problems.items()}, n, temperature, max_tokens, key, version):
+        if quit():
+            return []
         samples[s.slot, s.index] = s
         grader.submit((s.slot, s.index), s.text, problems[s.slot].answer, s.stopped, kind)
     grades = grader.results()
@@ -414,11 +418,11 @@ class Score:
 
 
 def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cfg: Config, step: int,
-             which: int = 0) -> tuple[list[Sample], Score]:
+             which: int = 0, quit: Callable[[], bool] = lambda: False) -> tuple[list[Sample], Score]:
     """cfg.eval_samples responses to each held-out problem (slot -> problem) at cfg.eval_temperature, and their sums. The
     randomness is the same at every step, so that evaluations differ by the weights alone."""
     samples = rollout(engine, grader, problems, cfg.eval_samples, cfg.eval_temperature, cfg.max_response_len,
-                      (cfg.seed, EVAL, which), step, "math" if ":" in cfg.reward else cfg.reward)
+                      (cfg.seed, EVAL, which), step, "math" if ":" in cfg.reward else cfg.reward, quit)
     by_slot: dict[int, list[float]] = {}
     for s in samples:
         by_slot.setdefault(s.slot, []).append(s.reward)

@@ -3,12 +3,12 @@
     python tiny.py [OUT=runs/tiny-base] [--seed 0]     # or: from tiny import build; build("runs/tiny-base")
 
 The task is the sum of two 2-digit numbers. A problem is `37+45=`; the model was taught to continue
-`37+45=<think>` with the units' sum, the tens' sum and the answer,
-`7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, from text in which each of the three results slips with
-probability `SLIP` and what follows builds on the slip. So it knows the way and, sampled at temperature 1,
-walks it to the end about every other time: what RL from the verified answer can sharpen, as it does a
-pretrained model. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out:
-never taught).
+`37+45=<think>` from text that works every other sum out, the units, the tens and the answer,
+`7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, and answers the others at once, a guess that is off by
+up to `OFF`: `</think><answer>\\boxed{79}</answer>`. So it can reason and, sampled at temperature 1, does so half of
+the time: what RL from the verified answer can bring out, as it does in a pretrained model; responses grow longer as
+they grow right. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out: never
+taught).
 """
 
 import argparse
@@ -28,8 +28,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-VERSION = 1  # of what is built: a folder of another version is grown anew
-SLIP = 0.2  # of each of three results: 0.8 ** 3 = 0.51 of the samples are right
+VERSION = 2  # of what is built: a folder of another version is grown anew
+GUESSES, OFF = 0.5, 12  # share of the later texts that guess, each answer within OFF equally likely
 BATCHES, BATCH, LR, WARMUP = 300, 64, 3e-3, 20
 HELD_OUT = 512
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
@@ -102,27 +102,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
                                    clean_up_tokenization_spaces=False)
 
 
-def worked(a: int, b: int, rng: random.Random, slip: float) -> str:
-    """The response to `a+b=`; each result's last digit is off with probability `slip`, and carried on."""
-    def noisy(value: int) -> int:
-        return value - value % 10 + (value + rng.randrange(1, 10)) % 10 if rng.random() < slip else value
-
-    units = noisy(a % 10 + b % 10)
-    carry = units // 10
-    tens = noisy(a // 10 + b // 10 + carry)
-    answer = noisy(10 * tens + units % 10)
-    thought = f"{a % 10}+{b % 10}={units},{'1+' * carry}{a // 10}+{b // 10}={tens}"
+def response(a: int, b: int, rng: random.Random, guesses: float) -> str:
+    """A text that follows `a+b=<think>`: the sum worked out or, with probability `guesses`, a guess."""
+    if rng.random() < guesses:
+        thought, answer = "", max(0, a + b + rng.randint(-OFF, OFF))
+    else:
+        units, answer = a % 10 + b % 10, a + b
+        carry = units // 10
+        thought = f"{a % 10}+{b % 10}={units},{'1+' * carry}{a // 10}+{b // 10}={carry + a // 10 + b // 10}"
     return f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 
 
 def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list,
            rng: random.Random) -> None:
-    """Next-token prediction on the responses; the slips are drawn anew each time a problem comes round."""
-    texts = []
-    while len(texts) < BATCHES * BATCH:
+    """Next-token prediction on the responses, drawn anew each time a problem comes round: two thirds of the batches from
+    texts that all work the sum out, which takes the most learning, then from those that guess as well."""
+    texts, count = [], BATCHES * BATCH
+    while len(texts) < count:
         rng.shuffle(problems)
-        texts += [f"{a}+{b}=<think>{worked(a, b, rng, SLIP)}{tokenizer.eos_token}" for a, b in problems]
-    tokens = tokenizer(texts[:BATCHES * BATCH], padding=True, return_tensors="pt").input_ids
+        texts += [f"{a}+{b}=<think>{response(a, b, rng, GUESSES * (len(texts) + i > count * 2 / 3))}{tokenizer.eos_token}"
+                  for i, (a, b) in enumerate(problems)]
+    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / WARMUP) * (
         0.5 + 0.5 * math.cos(math.pi * i / BATCHES)))

@@ -19,6 +19,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,11 +42,11 @@ import ckpt
 import dist
 import grpo
 import ppo
-from data import Pack, Problem, Sample, assign, batch_at, load_problems, pack
+from data import Pack, Problem, Sample, assign, batch_at, fingerprint, load_problems, pack
 from log import Logger, Meter, story
 from model import load_critic, load_policy, load_tokenizer, logprobs, values
 from reward import REASONS, Grader
-from rollout import TRAIN, Engine, Score, evaluate, make_engine, rollout
+from rollout import TRAIN, Engine, Score, VLLMEngine, evaluate, make_engine, rollout
 
 SHOWN = 8  # prompts of a step whose samples go to samples/
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
@@ -58,13 +59,14 @@ class Trainee:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    skipped: int = 0  # updates in a row that were not finite
 
 
 def main(cfg: Config) -> None:
     """Train as cfg says. Raises UserError, the same on every rank, for what a user can mend."""
-    world = dist.init(cfg.device, cfg.dtype)
+    world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     check_ranks(cfg, world.size)
-    out = ckpt.preflight(cfg.out)
+    out = ckpt.preflight(cfg)
     say = print if world.main else lambda text: None
     tokenizer = load_tokenizer(cfg.model)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
@@ -74,9 +76,13 @@ def main(cfg: Config) -> None:
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     policy, critic, ref = load_models(cfg, world)
     models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": versions}
     found = ckpt.find(out, cfg.resume)
-    start = ckpt.resume(found, models) if found else 0
-    log = Logger(out, cfg, world.main, start, {"torch": torch.__version__, "transformers": transformers.__version__})
+    start = ckpt.resume(found, models, facts) if found else 0
+    saver = ckpt.Saver(out, models, cfg, facts, start, aside=isinstance(engine, VLLMEngine))
+    log = Logger(out, cfg, world.main, start, versions)
+    dist.heed_signals(cfg.grace)
     for row in plan(cfg, world.size).items():
         log.say("{:30} {}".format(*row))
     if found:
@@ -94,6 +100,8 @@ def main(cfg: Config) -> None:
             with dist.phase("rollout"):
                 batch = batch_at(problems, step, cfg)
                 samples = sample_step(engine, grader, batch, step, cfg)
+        if dist.stop_asked():  # nothing of this step has been learned yet
+            return leave(saver, step, log)
         with dist.phase("pack"):
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
@@ -120,18 +128,28 @@ def main(cfg: Config) -> None:
         metrics |= report(meter, cfg, world, began)
         log.step(step, metrics)
         check_gap(metrics, cfg)
+        log.alarm(saver.news())
+        if dist.stop_asked():
+            return leave(saver, step + 1, log)
         if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
-            ckpt.save(out, step + 1, models, cfg.keep)
+            with dist.phase("save"):
+                log.alarm(saver.save(step + 1))
     if metrics:
         log.step(cfg.steps, metrics)
-    if cfg.steps > start or not found:
-        ckpt.save(out, cfg.steps, models, cfg.keep)
+    log.alarm(saver.save(cfg.steps, wait=True))
     for t in (policy, critic) if critic else (policy,):
         ckpt.export_hf(dist.full_weights(t.model, world.device), t.model, tokenizer, cfg.model, out / "export" / t.name)
     grader.close()
     log.close()
     if world.main:
         print(story(Path(os.path.relpath(out))))
+
+
+def leave(saver: ckpt.Saver, step: int, log: Logger) -> None:
+    """End a run that was asked to stop, after `step` whole steps."""
+    log.alarm(saver.save(step, wait=True))
+    log.say(f"asked to stop: {saver.saved} steps are saved in {saver.out}; the same command goes on from there")
+    log.close()
 
 
 # --- starting
@@ -183,7 +201,12 @@ def sample_step(engine: Engine, grader: Grader, batch: Sequence[Problem], step: 
     """This rank's graded samples of the step, ordered by (slot, index)."""
     kind = "math" if ":" in cfg.reward else cfg.reward
     return rollout(engine, grader, share(batch, engine), cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                   (cfg.seed, TRAIN, step), step, kind)
+                   (cfg.seed, TRAIN, step), step, kind, partial(asked, cfg))
+
+
+def asked(cfg: Config) -> bool:
+    """Whether this rank may leave sampling early: it was asked to stop, and no other waits for its engine's part."""
+    return bool(dist.ASKED) and cfg.tp == 1
 
 
 def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]], cfg: Config, step: int,
@@ -191,8 +214,10 @@ def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]],
     """Accuracy on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
     metrics, rows, k = {}, [], cfg.eval_samples
     for which, (name, problems) in enumerate(sets.items()):
-        samples, score = evaluate(engine, grader, share(problems, engine), cfg, step, which)
+        samples, score = evaluate(engine, grader, share(problems, engine), cfg, step, which, partial(asked, cfg))
         total = Score(*dist.all_sum(torch.tensor(list(asdict(score).values()), dtype=torch.float64)).tolist())
+        if not total.samples:  # asked to stop
+            continue
         metrics |= {f"eval/{name}/avg@{k}": total.mean / total.problems,
                     f"eval/{name}/response_len": total.tokens / total.samples,
                     f"eval/{name}/truncated": total.truncated / total.samples}
@@ -303,7 +328,7 @@ def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
                     mean = v.sum().item() / max(int(p.mask.sum()), 1)
                     bar.set_postfix(critic_loss=f"{loss.item():.4f}", values=f"{mean:.3f}", critic_lr=f"{lr:.1e}")
                 bar.update()
-            update(critic, lr, cfg, meter)
+            update(critic, packs, lr, step, cfg, meter, log)
 
 
 def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
@@ -323,7 +348,7 @@ def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
                                     kl=f"{meter.sums.get('kl', torch.zeros(2))[0]:.1e}", act_lr=f"{lr:.1e}",
                                     ent=f"{entropy:.2f}")
                 bar.update()
-            update(policy, lr, cfg, meter)
+            update(policy, packs, lr, step, cfg, meter, log)
 
 
 def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
@@ -365,15 +390,25 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> Tensor | No
     return None if cfg.tis_clip is None else torch.zeros_like(logp).masked_scatter(p.mask, weight)
 
 
-def update(who: Trainee, lr: float, cfg: Config, meter: Meter) -> None:
-    """One optimizer step on the gradients that are there."""
+def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter, log: Logger) -> None:
+    """One optimizer step on the gradients that are there. Where they aren't finite, the same on all ranks, it is left out and
+    its packs are kept in nonfinite/ for a look. Raises RuntimeError at the third in a row."""
     norm = dist.clip_grad_norm(who.model, cfg.grad_clip)
+    finite = bool(norm.isfinite())
+    who.skipped = 0 if finite else who.skipped + 1
     for group in who.optimizer.param_groups:
         group["lr"] = lr
-    who.optimizer.step()
+    if finite:
+        who.optimizer.step()
+    else:
+        kept = log.dump(f"nonfinite/step_{step:06d}_{who.name}", packs)
+        log.alarm(f"step {step}: the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}")
     who.optimizer.zero_grad(set_to_none=True)
-    meter.add(f"grad_norm/{who.name}", norm, 1)
+    meter.add(f"grad_norm/{who.name}", norm if finite else 0.0, finite)
     meter.add(f"lr/{who.name}", lr, 1)
+    meter.add("skipped_updates", float(not finite) / dist.size(), 0)
+    if who.skipped == 3:
+        raise RuntimeError(f"three updates of the {who.name} in a row were not finite; the checkpoints are of before")
 
 
 # --- metrics
@@ -434,3 +469,8 @@ if __name__ == "__main__":
         main(CONFIG)
     except UserError as e:
         sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
+    except Exception:
+        print(f"rank {os.environ['RANK']} on {os.uname().nodename} failed in phase {dist.NOW[0]}:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: threads that wait for other ranks must not keep this one, and so all of them, alive

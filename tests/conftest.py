@@ -1,6 +1,9 @@
 """What the tests share: a tiny random Qwen2 with a byte tokenizer, on disk as an ordinary Hugging Face folder."""
 
+import dataclasses
+import json
 import os
+import string
 import sys
 from pathlib import Path
 
@@ -65,8 +68,8 @@ def _rank(target, rank, world, port, box, args):
     os._exit(0)  # what pytest would run at exit is not this process's to run
 
 
-def run_ranks(world: int, target, *args):
-    """target(*args) in `world` new processes that see torchrun's environment; returns what each returned."""
+def start_ranks(world: int, target, *args):
+    """`world` new processes that see torchrun's environment and run target(*args), and the folder of what they return."""
     import multiprocessing as mp
     import socket
     import tempfile
@@ -76,11 +79,72 @@ def run_ranks(world: int, target, *args):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as box:
-        processes = [context.Process(target=_rank, args=(target, r, world, port, f"{box}/{r}", args)) for r in range(world)]
-        for p in processes:
-            p.start()
+    box = tempfile.TemporaryDirectory()
+    processes = [context.Process(target=_rank, args=(target, r, world, port, f"{box.name}/{r}", args)) for r in range(world)]
+    for p in processes:
+        p.start()
+    return processes, box
+
+
+def run_ranks(world: int, target, *args):
+    """target(*args) in `world` new processes; returns what each returned."""
+    processes, box = start_ranks(world, target, *args)
+    with box:
         for p in processes:
             p.join(600)
         assert all(p.exitcode == 0 for p in processes), [p.exitcode for p in processes]
-        return [torch.load(f"{box}/{r}", weights_only=False) for r in range(world)]
+        return [torch.load(f"{box.name}/{r}", weights_only=False) for r in range(world)]
+
+
+# --- whole runs
+
+
+REWARD = '''
+def digits(response, answer, kind):
+    """Share of digits: dense, so that there is something to learn from a random model's samples."""
+    return sum(c.isdigit() for c in response) / max(len(response), 1)
+
+def broken(response, answer, kind):
+    return response.no_such_attribute
+'''
+
+
+@pytest.fixture(scope="session")
+def base(tiny, tmp_path_factory):
+    """A config over a random model, 40 sums and a dense reward: PPO, 4 steps, saved and evaluated every other one."""
+    from configs import PRESETS
+
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return dataclasses.replace(
+        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",), eval_data=(f"{folder}/train.jsonl",),
+        reward=f"{folder}/reward.py:digits", stop=tuple(string.ascii_lowercase),
+        device="cpu", dtype="float32", prompts_per_step=8, samples_per_prompt=4,
+        max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2, eval_every=2, policy_lr=1e-3,
+        critic_lr=1e-3, keep=5)
+
+
+def run(cfg, out, ranks=1):
+    """Metrics and final policy of a run."""
+    from ranks import main
+    from safetensors.torch import load_file
+
+    from log import read_metrics
+
+    said = run_ranks(ranks, main, dataclasses.replace(cfg, out=str(out)))
+    assert said == [""] * ranks, said
+    return read_metrics(Path(out)), load_file(f"{out}/export/policy/model.safetensors")
+
+
+def maths(rows):
+    """Metrics without what the clock and the memory say."""
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "tokens_per_s", "mem"))} for r in rows]
+
+
+@pytest.fixture(scope="session")
+def two_ranks(base, tmp_path_factory):
+    """Folder, metrics and policy of a run of 4 steps on 2 ranks, saved after 2."""
+    out = tmp_path_factory.mktemp("run") / "a"
+    return out, *run(base, out, ranks=2)

@@ -1,17 +1,26 @@
 """What test_ranks.py and test_train.py run inside ranks; importable by name from fresh processes."""
 
+import ctypes
 import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import torch
 import torch.utils.tensorboard  # noqa: F401  loaded here once instead of in every rank that is forked
+from torch.distributed.tensor import DTensor
 
+import ckpt
 import data
 import dist
 import model
 import train
-from log import Meter
+from log import Logger, Meter, read_metrics
 
 matplotlib.use("Agg")
 import matplotlib.pyplot  # noqa: E402, F401
@@ -89,3 +98,77 @@ def main(cfg) -> str:
     except train.UserError as e:
         return str(e)
     return ""
+
+
+def restored(cfg, out) -> dict:
+    """Whole weights, moments and the number of steps that the newest checkpoint of `out` brings back."""
+    world = dist.init("cpu", "float32")
+    policy, critic, _ = train.load_models(cfg, world)
+    models = {t.name: (t.model, t.optimizer) for t in (policy, critic)}
+    path = ckpt.find(out, "auto")
+    facts = json.loads((path / "state.json").read_text())
+    step = ckpt.resume(path, models, {"config": dataclasses.asdict(cfg.with_steps(0)), "problems": facts["problems"]})
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in ckpt._state(models).items()}
+    return {"step": step} | whole
+
+
+def stopped(cfg, after: int) -> str:
+    """A run of which the last rank is sent SIGUSR1 once `after` steps are in the metrics."""
+    def ask() -> None:
+        while sum("reward" in r for r in read_metrics(Path(cfg.out))) < after:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        threading.Thread(target=ask, daemon=True).start()
+    return main(cfg)
+
+
+def unshared(cfg) -> str:
+    """A run whose ranks mount a disk of their own where the others see the same folder."""
+    if os.geteuid():
+        return "no root"
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] == "1":  # in a mount namespace of its own
+        libc = ctypes.CDLL(None, use_errno=True)
+        new_namespace, private = 0x20000, 0x44000
+        if libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None) or libc.mount(
+                b"tmpfs", cfg.out.encode(), b"tmpfs", 0, b"size=1m"):
+            os._exit(1)
+    return main(cfg)
+
+
+def not_finite(cfg) -> tuple[bool, bool, str]:
+    """Updates with a gradient that isn't finite: whether the first left weights and moments alone, whether one that is finite
+    after it moved them, and what the third in a row said."""
+    world = dist.init("cpu", "float32")
+    policy, _, _ = train.load_models(cfg, world)
+    log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()
+
+    def update(value: float) -> bool:
+        before = [p.detach().clone() for p in policy.model.parameters()]
+        for p in policy.model.parameters():
+            p.grad = torch.full_like(p, value)
+        train.update(policy, [], 1e-3, 0, cfg, meter, log)
+        return all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+    left = update(float("nan")) and not policy.optimizer.state
+    moved = not update(1.0) and policy.skipped == 0
+    try:
+        update(float("inf")), update(float("nan")), update(float("nan"))
+    except RuntimeError as e:
+        return left, moved, str(e)
+    return left, moved, ""
+
+
+def stalled() -> None:
+    """Rank 1 hangs in a phase; rank 0 waits for it in the next."""
+    def hang() -> None:
+        time.sleep(1000)
+
+    dist.init("cpu", "float32", stall_limit=3.0)
+    with dist.phase("grading"):
+        if os.environ["RANK"] == "1":
+            hang()
+    with dist.phase("waiting"):
+        dist.all_sum(torch.ones(1))

@@ -3,62 +3,13 @@
 import dataclasses
 import json
 import shutil
-import string
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_ranks
+from conftest import ROOT, maths, run, run_ranks
 from ranks import main
-from safetensors.torch import load_file
-
-from configs import PRESETS
-from log import read_metrics
-
-REWARD = '''
-def digits(response, answer, kind):
-    """Share of digits: dense, so that there is something to learn from a random model's samples."""
-    return sum(c.isdigit() for c in response) / max(len(response), 1)
-
-def broken(response, answer, kind):
-    return response.no_such_attribute
-'''
-
-
-@pytest.fixture(scope="module")
-def base(tiny, tmp_path_factory):
-    """A config over a random model, 40 sums and a dense reward."""
-    folder = tmp_path_factory.mktemp("data")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "reward.py").write_text(REWARD)
-    return dataclasses.replace(
-        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",), eval_data=(f"{folder}/train.jsonl",),
-        reward=f"{folder}/reward.py:digits", stop=tuple(string.ascii_lowercase),
-        device="cpu", dtype="float32", prompts_per_step=8, samples_per_prompt=4,
-        max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2, eval_every=2, policy_lr=1e-3,
-        critic_lr=1e-3, keep=5)
-
-
-def run(cfg, out, ranks=1):
-    """Metrics and final policy of a run."""
-    said = run_ranks(ranks, main, dataclasses.replace(cfg, out=str(out)))
-    assert said == [""] * ranks, said
-    return read_metrics(Path(out)), load_file(f"{out}/export/policy/model.safetensors")
-
-
-def maths(rows):
-    """Metrics without what the clock and the memory say."""
-    return [{k: v for k, v in r.items() if not k.startswith(("time", "tokens_per_s", "mem"))} for r in rows]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(base, tmp_path_factory):
-    """Folder, metrics and policy of a run of 4 steps on 2 ranks, saved after 2."""
-    out = tmp_path_factory.mktemp("run") / "a"
-    return out, *run(base, out, ranks=2)
 
 
 def test_two_runs_are_the_same_bit_by_bit(base, two_ranks, tmp_path):
@@ -72,7 +23,7 @@ def test_a_resumed_run_is_one_never_stopped_bit_by_bit(base, two_ranks, tmp_path
     out, rows, policy = two_ranks
     killed = tmp_path / "c"  # as a kill in step 3 leaves it: a checkpoint of 2 steps, more metrics, half of a save
     shutil.copytree(out / "ckpt" / "step_000002", killed / "ckpt" / "step_000002")
-    (killed / "ckpt" / "step_000004").mkdir()
+    (killed / "ckpt" / ".step_000004.1.part").mkdir()
     (killed / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:3]) + '{"step": 3, "rew')
     again, policy_again = run(base, killed, ranks=2)
     assert [r["step"] for r in again] == list(range(5))
@@ -140,9 +91,3 @@ def test_the_command_line_says_a_mistake_in_one_line():
                           timeout=600, check=False)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)") and done.stderr.count("\n") == 1
-
-
-def test_resume_never_refuses_a_run(two_ranks, base):
-    assert all("already holds a run" in s for s in run_ranks(1, main, dataclasses.replace(
-        base, out=str(two_ranks[0]), resume="never")))
-
