@@ -30,7 +30,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 VERSION = 2  # of what is built: a folder of another version is grown anew
 GUESSES, OFF = 0.5, 12  # share of the later texts that guess, each answer within OFF equally likely
-BATCHES, BATCH, LR, WARMUP = 300, 64, 3e-3, 20
+BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
 HELD_OUT = 512
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 PROMPT_LEN = 7  # tokens of every prompt: five of the digits and +, the = and <think>
