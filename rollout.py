@@ -81,8 +81,9 @@ class Cache:
     def __init__(self, config: Any, rows: int, width: int, columns: int, like: Tensor) -> None:
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (rows, config.num_key_value_heads, columns, head)
-        self.k = [like.new_empty(shape) for _ in range(config.num_hidden_layers)]
-        self.v = [like.new_empty(shape) for _ in range(config.num_hidden_layers)]
+        # Zeros, for what is masked still enters sums: 0 times whatever the memory held before, which may be NaN.
+        self.k = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
+        self.v = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         self.width, self.at = width, width
         self.allowed: Tensor | None = None  # (B, 1, 1, columns), None where all prompts are as long
         self.place: tuple[Tensor, Tensor] | None = None  # while prefilling: (row, column) of each token

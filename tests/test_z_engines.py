@@ -74,6 +74,17 @@ def test_log_probs_are_the_trainers(engine, policy, prompts, temperature):
     check_logprobs(samples, policy, temperature)
 
 
+def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts):
+    """The torch engine with all memory that it asks for filled with NaN; prompts of several lengths."""
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    try:
+        assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
+        samples = go(engines[0]["torch"], policy, prompts, n=3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check_logprobs(samples, policy, 1.0)
+
+
 def test_weights_that_changed_are_the_ones_that_speak(engine, tiny, policy, prompts):
     before = go(engine, policy, prompts, temperature=0)
     other = model.load_policy(tiny)
