@@ -254,7 +254,7 @@ def _die() -> None:
 
 def _watch(parent: int) -> None:
     while os.getppid() == parent:  # stdin does not tell if another child of the trainer holds its pipe
-        time.sleep(2)
+        time.sleep(0.5)
     _die()
 
 
@@ -289,7 +289,6 @@ def serve(parent: int, workers: int, deadline: float, reward: str) -> None:
             value = 0.0, "error", f"{type(error).__name__}: {error}"[:500]
         with lock:
             os.write(replies, json.dumps([task, value]).encode() + b"\n")
-    pebble.CONSTS.sleep_unit = 0.5  # its threads look around ten times a second, for whole seconds of a slow machine's time
     # A worker ends after 1,000 answers, for sympy's caches grow; its successor is a fork, so it starts warm.
     pool = pebble.ProcessPool(workers, 1000, _init_worker, [(requests, replies)], get_context("fork"))
     reply(None)
