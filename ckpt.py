@@ -51,7 +51,7 @@ def preflight(cfg: Config) -> Path:
     said = dist.gather((host, _what_runs(cfg)))
     other = sorted({f"{h} ({', '.join(f'{k} {v}' for k, v in what.items() if v != said[0][1][k])})"
                     for h, what in said if what != said[0][1]})
-    need(not other, f"not every rank runs what rank 0 on {host if main else said[0][0]} runs: {', '.join(other)}",
+    need(not other, f"not every rank runs what rank 0 on {said[0][0]} runs: {', '.join(other)}",
          "the same code, packages and command line on every machine")
     probe, trouble = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}", ""
     try:
@@ -105,7 +105,7 @@ def _lack_of_space(cfg: Config, folder: Path) -> str:
     trained = policy + (critic if cfg.algo == "ppo" else 0)
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     want = count * STATE_BYTES * trained + 2 * trained  # and the exports, in bf16
-    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*/*") if f.is_file())
+    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     if free >= want:
         return ""
     return (f"{_size(free)} free in {folder} for {count} checkpoints of {_size(STATE_BYTES * trained)} and an export of "
@@ -156,7 +156,7 @@ class Saver:
         td.barrier()
         state, writer = _state(self.models), dcp.FileSystemWriter(part)
         self.told = False
-        if wait or said:  # after a failure without the process that may have caused it
+        if wait or self.failures:  # after a failure without the process that may have caused it
             self.flying = Future()
             try:
                 dcp.save(state, storage_writer=writer, process_group=self.group)

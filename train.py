@@ -134,7 +134,7 @@ def main(cfg: Config) -> None:
         if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
             with dist.phase("save"):
                 log.alarm(saver.save(step + 1))
-    if metrics:
+    if metrics and not dist.stop_asked():  # a rank that was asked has left its part of the evaluation out
         log.step(cfg.steps, metrics)
     log.alarm(saver.save(cfg.steps, wait=True))
     for t in (policy, critic) if critic else (policy,):
