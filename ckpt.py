@@ -35,6 +35,7 @@ from configs import Config, UserError, changed, need
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
 
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHARD_BYTES = 4 * 2**30  # of one exported safetensors file
 STATE_BYTES = 12  # a parameter in a checkpoint: weight, two moments, fp32
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -57,7 +58,8 @@ def preflight(cfg: Config) -> Path:
     try:
         if main:
             folder.mkdir(parents=True, exist_ok=True)
-            need(cfg.resume != "never" or not any(folder.iterdir()), f"{folder} is not empty, and --resume is never",
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            need(cfg.resume != "never" or again or not any(folder.iterdir()), f"{folder} is not empty, and --resume is never",
                  "an empty --out, or --resume auto")
             probe.touch()
     except OSError as e:
@@ -93,16 +95,16 @@ def _what_runs(cfg: Config) -> dict[str, str]:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "code": code.hexdigest()[:8],
+    return VERSIONS | {"code": code.hexdigest()[:8],
             "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]}
 
 
 def _lack_of_space(cfg: Config, folder: Path) -> str:
     """Why the disk is too small for this run, or nothing."""
     with torch.device("meta"):
-        policy = sum(p.numel() for p in Policy(load_config(cfg.model)).parameters())
-        critic = sum(p.numel() for p in Critic(load_config(cfg.critic_model or cfg.model)).parameters())
-    trained = policy + (critic if cfg.algo == "ppo" else 0)
+        trained = sum(p.numel() for p in Policy(load_config(cfg.model)).parameters())
+        if cfg.algo == "ppo":
+            trained += sum(p.numel() for p in Critic(load_config(cfg.critic_model or cfg.model)).parameters())
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     want = count * STATE_BYTES * trained + 2 * trained  # and the exports, in bf16
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
@@ -127,8 +129,8 @@ class Saver:
     """A run's checkpoints. `save` waits for the copy to host memory; the rest goes on beside the training, one at a time: in a
     process of its own where `aside` (vLLM's scheduler needs the GIL of this one), else in a thread."""
 
-    def __init__(self, out: Path, models: Mapping[str, Trained], cfg: Config, facts: dict[str, Any], saved: int,
-                 aside: bool) -> None:
+    def __init__(self, out: Path, models: Mapping[str, Trained], cfg: Config, facts: dict[str, Any],
+                 saved: int | None, aside: bool) -> None:
         self.out, self.models, self.cfg, self.facts = out, models, cfg, facts
         self.saved = self.step = saved  # steps that a complete checkpoint holds; and the one in flight
         self.kind = AsyncCheckpointerType.PROCESS if aside else AsyncCheckpointerType.THREAD
@@ -160,12 +162,12 @@ class Saver:
             self.flying = Future()
             try:
                 dcp.save(state, storage_writer=writer, process_group=self.group)
-                self.flying.set_result(self._complete(step, part, None))
+                self.flying.set_result(self._complete(part, None))
             except (Exception, CheckpointException) as e:
                 self.flying.set_exception(self._failed(part, e))
             return (self.finish() if wait else "") or said
         written = dcp.async_save(state, storage_writer=writer, process_group=self.group, async_checkpointer_type=self.kind)
-        self.flying = self.pool.submit(self._complete, step, part, written)
+        self.flying = self.pool.submit(self._complete, part, written)
         return said
 
     def news(self) -> str:
@@ -188,18 +190,18 @@ class Saver:
         need(self.failures < 2, f"two saves in a row failed, the last one so: {words}", f"a {self.out} that can be written to")
         return "" if self.told else words
 
-    def _complete(self, step: int, part: Path, written: Future | None) -> None:
+    def _complete(self, part: Path, written: Future | None) -> None:
         """Rank 0: check, rename, mark and prune once all ranks have written."""
         try:
             if written:
                 written.result()
             if td.get_rank() == 0:
-                facts = self.facts | {"step": step, "models": list(self.models)}
+                facts = self.facts | {"step": self.step, "models": list(self.models)}
                 (part / "state.json").write_text(json.dumps(facts, indent=1))
                 sizes = _verify(part)
                 for file in part.iterdir():
                     _sync(file)
-                final = step_folder(self.out, step)
+                final = step_folder(self.out, self.step)
                 shutil.rmtree(final, ignore_errors=True)
                 part.rename(final)
                 (final / ".COMPLETE").write_text(json.dumps(sizes))
@@ -220,10 +222,9 @@ class Saver:
         if td.get_rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
         intact = complete(self.out)
-        step = int(part.name.split(".")[1].removeprefix("step_"))
         words = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         wanted, last = _size(_bytes(self.models)), intact[-1].name if intact else "none"
-        return SaveFailed(f"the checkpoint after {step} steps failed: {words} ({_size(free)} free in {self.out}, {wanted} "
+        return SaveFailed(f"the checkpoint after {self.step} steps failed: {words} ({_size(free)} free in {self.out}, {wanted} "
                           f"needed); the last complete one: {last}")
 
 
@@ -300,14 +301,17 @@ def _best(out: Path, have: list[Path], metric: str) -> Path | None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """The checkpoint to start from: "auto" takes the newest complete one in out, "never" none, a path must be a complete
-    checkpoint or a run that has one. Raises UserError."""
+    """The checkpoint to start from: the newest complete one in `out` (after a restart also of a run that began elsewhere);
+    where there is none, `resume` as a path, which must be a complete checkpoint or a run that has one. Raises UserError."""
+    own = complete(out)
+    newest = own[-1] if own else None
     if resume in ("auto", "never"):
-        return (complete(out) or [None])[-1] if resume == "auto" else None
+        return newest
     path = Path(resume).absolute()
     path = (complete(path) or [path])[-1]
     need(is_complete(path), f"{resume} is no complete checkpoint", "a folder ckpt/step_NNNNNN with COMPLETE in it, or a run's")
-    return path
+    need(path not in own[:-1], f"{resume} is older than {newest}", "another --out for a run that leaves this one there")
+    return newest or path
 
 
 def resume(path: Path, models: Mapping[str, Trained], facts: Mapping[str, Any]) -> int:

@@ -136,6 +136,11 @@ class Config:
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def answer_kind(self) -> str:
+        """How answers are compared, and told to a reward function of the user's own."""
+        return "math" if ":" in self.reward else self.reward
+
+    @property
     def parts(self) -> int:
         """Into how many parts a step's samples are cut: one for each update of whoever takes more of them."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
@@ -182,7 +187,7 @@ ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
     model="runs/tiny-base", data=("runs/tiny-base/train.jsonl",), eval_data=("runs/tiny-base/eval.jsonl",),
-    template="plain", stop=("</answer>",), steps=40, eval_every=20, save_every=20, prompts_per_step=32,
+    template="plain", stop=("</answer>",), steps=30, eval_every=15, save_every=15, prompts_per_step=32,
     samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=2048, critic_updates=4, policy_lr=3e-4,
     critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99), checkpoint_activations=False, max_num_seqs=256)
 

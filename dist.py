@@ -148,11 +148,6 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 # --- numbers and samples
 
 
-def size() -> int:
-    """How many ranks there are."""
-    return td.get_world_size()
-
-
 def all_sum(x: Tensor) -> Tensor:
     """Sum over ranks, a new tensor."""
     x = x.clone()
@@ -251,14 +246,17 @@ def watch(limit: float) -> None:
 ASKED: list[str] = []  # the signal that asked this rank to stop, and when
 
 
-def heed_signals(grace: float) -> None:
-    """From now on SIGTERM, SIGUSR1 and ctrl-C ask for a stop (`stop_asked`) instead of ending the process, which ends anyway,
-    with exit status 1, if it is still there after `grace` seconds or at a second ctrl-C."""
+@contextlib.contextmanager
+def heed_signals(grace: float) -> Iterator[None]:
+    """While inside, SIGTERM, SIGUSR1 and ctrl-C ask for a stop (`stop_asked`) instead of ending the process, which ends anyway,
+    with exit status 1, if it is still inside after `grace` seconds or at a second ctrl-C."""
+    timers: list[threading.Timer] = []
+
     def ask(number: int, frame: Any) -> None:
         if not ASKED:
-            over = threading.Timer(grace, give_up)
-            over.daemon = True
-            over.start()
+            timers.append(threading.Timer(grace, give_up))
+            timers[0].daemon = True
+            timers[0].start()
             ASKED.extend((signal.Signals(number).name, str(time.monotonic())))
         elif number == signal.SIGINT and time.monotonic() - float(ASKED[1]) > 2:  # torchrun passes the first one on, again
             os._exit(1)
@@ -269,8 +267,14 @@ def heed_signals(grace: float) -> None:
         os._exit(1)
 
     ASKED.clear()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, ask)
+    before = {n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for timer in timers:
+            timer.cancel()
 
 
 def stop_asked() -> bool:

@@ -423,7 +423,7 @@ def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cf
     """cfg.eval_samples responses to each held-out problem (slot -> problem) at cfg.eval_temperature, and their sums. The
     randomness is the same at every step, so that evaluations differ by the weights alone."""
     samples = rollout(engine, grader, problems, cfg.eval_samples, cfg.eval_temperature, cfg.max_response_len,
-                      (cfg.seed, EVAL, which), step, "math" if ":" in cfg.reward else cfg.reward, quit)
+                      (cfg.seed, EVAL, which), step, cfg.answer_kind, quit)
     by_slot: dict[int, list[float]] = {}
     for s in samples:
         by_slot.setdefault(s.slot, []).append(s.reward)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from configs import Config, UserError, check_ranks, parse, plan
 
@@ -35,7 +36,6 @@ if __name__ == "__main__":  # before torch is imported: --help and typing mistak
         sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 import ckpt
@@ -62,46 +62,57 @@ class Trainee:
     skipped: int = 0  # updates in a row that were not finite
 
 
+@dataclass
+class Run:
+    """Everything that a run has, once it is ready to take its first step."""
+
+    cfg: Config  # its length in steps
+    world: dist.World
+    problems: list[Problem]
+    held_out: dict[str, list[Problem]]
+    tokenizer: Any
+    grader: Grader
+    engine: Engine
+    policy: Trainee
+    critic: Trainee | None
+    ref: nn.Module | None
+    start: int  # steps done by the run that this one continues
+    saver: ckpt.Saver
+    log: Logger
+
+
 def main(cfg: Config) -> None:
     """Train as cfg says. Raises UserError, the same on every rank, for what a user can mend."""
-    world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
-    check_ranks(cfg, world.size)
-    out = ckpt.preflight(cfg)
-    say = print if world.main else lambda text: None
-    tokenizer = load_tokenizer(cfg.model)
-    problems = load_problems(cfg.data, tokenizer, cfg, say)
-    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
-    cfg = cfg.with_steps(len(problems))
-    grader = make_grader(cfg)
-    engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
-    policy, critic, ref = load_models(cfg, world)
-    models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": versions}
-    found = ckpt.find(out, cfg.resume)
-    start = ckpt.resume(found, models, facts) if found else 0
-    saver = ckpt.Saver(out, models, cfg, facts, start, aside=isinstance(engine, VLLMEngine))
-    log = Logger(out, cfg, world.main, start, versions)
-    dist.heed_signals(cfg.grace)
-    for row in plan(cfg, world.size).items():
-        log.say("{:30} {}".format(*row))
-    if found:
-        log.say(f"resumed after {start} steps from {found}")
+    run = prepare(cfg)
+    with dist.heed_signals(cfg.grace):
+        done = train(run)
+        if done:
+            finish(run)
+        else:
+            run.log.say(f"asked to stop: {run.saver.saved} steps are saved in {run.saver.out}; the same command goes on there")
+    run.grader.close()
+    run.log.close()
+    if done and run.world.main:
+        print(story(Path(os.path.relpath(run.log.out))))
 
-    for step in range(start, cfg.steps + 1):
-        began, meter, metrics = time.perf_counter(), Meter(world.device), {}
+
+def train(run: Run) -> bool:
+    """The algorithm. Returns whether it came to its end; false: it was asked to stop, and has saved its whole steps."""
+    cfg, world, engine, policy, critic, ref, log = run.cfg, run.world, run.engine, run.policy, run.critic, run.ref, run.log
+    for step in range(run.start, cfg.steps + 1):
+        began, meter, metrics, last = time.perf_counter(), Meter(world.device), {}, step == cfg.steps
         with engine.awake(dist.full_weights(policy.model, world.device), version=step):
-            last = step == cfg.steps
-            if held_out and cfg.eval_every and (step % cfg.eval_every == 0 or last):
+            if run.held_out and cfg.eval_every and (step % cfg.eval_every == 0 or last):
                 with dist.phase("eval"):
-                    metrics |= evaluate_all(engine, grader, held_out, cfg, step, log)
-            if last:
-                break
-            with dist.phase("rollout"):
-                batch = batch_at(problems, step, cfg)
-                samples = sample_step(engine, grader, batch, step, cfg)
+                    metrics |= evaluate_all(run, step)
+            if not last:
+                with dist.phase("rollout"):
+                    batch, samples = sample_step(run, step)
         if dist.stop_asked():  # nothing of this step has been learned yet
-            return leave(saver, step, log)
+            return stop(run, step)
+        if last:
+            log.step(step, metrics)
+            break
         with dist.phase("pack"):
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
@@ -125,35 +136,60 @@ def main(cfg: Config) -> None:
             with dist.phase("policy"), resident(policy, world, cfg):
                 train_policy(policy, parts, step, cfg, meter, log)
 
+        if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
+            with dist.phase("save"):
+                log.alarm(run.saver.save(step + 1))
         metrics |= report(meter, cfg, world, began)
         log.step(step, metrics)
         check_gap(metrics, cfg)
-        log.alarm(saver.news())
+        log.alarm(run.saver.news())
         if dist.stop_asked():
-            return leave(saver, step + 1, log)
-        if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
-            with dist.phase("save"):
-                log.alarm(saver.save(step + 1))
-    if metrics and not dist.stop_asked():  # a rank that was asked has left its part of the evaluation out
-        log.step(cfg.steps, metrics)
-    log.alarm(saver.save(cfg.steps, wait=True))
-    for t in (policy, critic) if critic else (policy,):
-        ckpt.export_hf(dist.full_weights(t.model, world.device), t.model, tokenizer, cfg.model, out / "export" / t.name)
-    grader.close()
-    log.close()
-    if world.main:
-        print(story(Path(os.path.relpath(out))))
+            return stop(run, step + 1)
+    return True
 
 
-def leave(saver: ckpt.Saver, step: int, log: Logger) -> None:
-    """End a run that was asked to stop, after `step` whole steps."""
-    log.alarm(saver.save(step, wait=True))
-    log.say(f"asked to stop: {saver.saved} steps are saved in {saver.out}; the same command goes on from there")
-    log.close()
+def stop(run: Run, step: int) -> bool:
+    """Save a run that was asked to stop after `step` whole steps."""
+    run.log.alarm(run.saver.save(step, wait=True))
+    return False
+
+
+def finish(run: Run) -> None:
+    """The last checkpoint, and what others load: Hugging Face folders of policy and critic."""
+    run.log.alarm(run.saver.save(run.cfg.steps, wait=True))
+    for t in (run.policy, run.critic) if run.critic else (run.policy,):
+        weights, to = dist.full_weights(t.model, run.world.device), run.log.out / "export" / t.name
+        ckpt.export_hf(weights, t.model, run.tokenizer, run.cfg.model, to)
 
 
 # --- starting
 
+
+def prepare(cfg: Config) -> Run:
+    """Check, load and resume. Raises UserError, the same on every rank."""
+    world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
+    check_ranks(cfg, world.size)
+    out = ckpt.preflight(cfg)
+    say = print if world.main else lambda text: None
+    tokenizer = load_tokenizer(cfg.model)
+    problems = load_problems(cfg.data, tokenizer, cfg, say)
+    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
+    cfg = cfg.with_steps(len(problems))
+    grader = make_grader(cfg)
+    engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
+    policy, critic, ref = load_models(cfg, world)
+    models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
+    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
+    found = ckpt.find(out, cfg.resume)
+    start = ckpt.resume(found, models, facts) if found else 0
+    elsewhere = found is not None and found.parent.parent != out
+    saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
+    log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
+    for row in plan(cfg, world.size).items():
+        log.say("{:30} {}".format(*row))
+    if found:
+        log.say(f"resumed after {start} steps from {found}")
+    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
 
 def make_grader(cfg: Config) -> Grader:
     """Grading processes beside this rank, with the user's own function if there is one."""
@@ -197,11 +233,12 @@ def share(problems: Sequence[Problem], engine: Engine) -> dict[int, Problem]:
     return {i: p for i, p in enumerate(problems) if i % engine.groups == engine.group}
 
 
-def sample_step(engine: Engine, grader: Grader, batch: Sequence[Problem], step: int, cfg: Config) -> list[Sample]:
-    """This rank's graded samples of the step, ordered by (slot, index)."""
-    kind = "math" if ":" in cfg.reward else cfg.reward
-    return rollout(engine, grader, share(batch, engine), cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                   (cfg.seed, TRAIN, step), step, kind, partial(asked, cfg))
+def sample_step(run: Run, step: int) -> tuple[Sequence[Problem], list[Sample]]:
+    """The step's problems, and this rank's graded samples of them, ordered by (slot, index)."""
+    cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
+    samples = rollout(run.engine, run.grader, share(batch, run.engine), cfg.samples_per_prompt, cfg.temperature,
+                      cfg.max_response_len, (cfg.seed, TRAIN, step), step, cfg.answer_kind, partial(asked, cfg))
+    return batch, samples
 
 
 def asked(cfg: Config) -> bool:
@@ -209,12 +246,12 @@ def asked(cfg: Config) -> bool:
     return bool(dist.ASKED) and cfg.tp == 1
 
 
-def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]], cfg: Config, step: int,
-                 log: Logger) -> dict[str, float]:
+def evaluate_all(run: Run, step: int) -> dict[str, float]:
     """Accuracy on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
-    metrics, rows, k = {}, [], cfg.eval_samples
-    for which, (name, problems) in enumerate(sets.items()):
-        samples, score = evaluate(engine, grader, share(problems, engine), cfg, step, which, partial(asked, cfg))
+    cfg, metrics, rows, k = run.cfg, {}, [], run.cfg.eval_samples
+    for which, (name, problems) in enumerate(run.held_out.items()):
+        part = share(problems, run.engine)
+        samples, score = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg))
         total = Score(*dist.all_sum(torch.tensor(list(asdict(score).values()), dtype=torch.float64)).tolist())
         if not total.samples:  # asked to stop
             continue
@@ -224,7 +261,7 @@ def evaluate_all(engine: Engine, grader: Grader, sets: dict[str, list[Problem]],
         if k > 1:
             metrics[f"eval/{name}/pass@{k}"] = total.any / total.problems
         rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
-    log.rows("eval", step, rows)
+    run.log.rows("eval", step, rows)
     return metrics
 
 
@@ -406,7 +443,7 @@ def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, m
     who.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{who.name}", norm if finite else 0.0, finite)
     meter.add(f"lr/{who.name}", lr, 1)
-    meter.add("skipped_updates", float(not finite) / dist.size(), 0)
+    meter.add("skipped_updates", float(not finite), 1)
     if who.skipped == 3:
         raise RuntimeError(f"three updates of the {who.name} in a row were not finite; the checkpoints are of before")
 
