@@ -1,4 +1,6 @@
 # make demo   a base model becomes a reasoner on this machine (ALGO=ppo or grpo, RANKS=2, SEED=0)
+# make rehearse   the production layout, 4 torchrun agents × 8 ranks, on this machine; then the debug layout goes on
+# make chaos  kills runs at random, 20 times
 # make test   everything, in a fresh environment; needs the network once, to install
 PYTHON ?= python3
 ALGO ?= ppo
@@ -18,7 +20,7 @@ else
   REQUIREMENTS := requirements.txt
 endif
 
-.PHONY: demo test lint plan
+.PHONY: demo test plan rehearse chaos
 
 .venv/.demo: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
@@ -50,3 +52,9 @@ test: .venv/.test
 
 plan: .venv/.demo
 	.venv/bin/python configs.py orz-7b --layout production
+
+rehearse: $(BASE)/tiny.json
+	.venv/bin/python bench/rehearse.py --base $(BASE)
+
+chaos: $(BASE)/tiny.json
+	.venv/bin/python bench/chaos.py --base $(BASE)
