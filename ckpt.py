@@ -38,7 +38,7 @@ from model import Critic, Policy, load_config, load_tokenizer
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHARD_BYTES = 4 * 2**30  # of one exported safetensors file
 STATE_BYTES = 12  # a parameter in a checkpoint: weight, two moments, fp32
-Trained = tuple[nn.Module, torch.optim.Optimizer]
+Trained = tuple[nn.Module, torch.optim.Optimizer | None]  # a reference has none
 
 
 # --- before anything is loaded
@@ -229,7 +229,7 @@ class Saver:
 
 
 def _bytes(models: Mapping[str, Trained]) -> int:
-    return STATE_BYTES * sum(p.numel() for model, _ in models.values() for p in model.parameters())
+    return sum((STATE_BYTES if o else 4) * p.numel() for model, o in models.values() for p in model.parameters())
 
 
 def _verify(part: Path) -> dict[str, int]:
@@ -324,7 +324,8 @@ def resume(path: Path, models: Mapping[str, Trained], facts: Mapping[str, Any]) 
     need(said["problems"] == facts["problems"], f"{path} is of a run on other problems or another template",
          "the --data and --template it was made with, or another --out")
     for _, optimizer in models.values():
-        _init(optimizer)
+        if optimizer:
+            _init(optimizer)
     dcp.load(_state(models), checkpoint_id=path)  # in place: these are the parameters themselves
     return said["step"]
 
@@ -335,7 +336,7 @@ def _state(models: Mapping[str, Trained]) -> dict[str, Any]:
     for who, (model, optimizer) in models.items():
         for name, p in model.named_parameters():  # once each: a tied head is the embedding
             state[f"{who}.{name}"] = p.detach()
-            for key, value in optimizer.state.get(p, {}).items():
+            for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
                 state[f"{who}_optimizer.{key}.{name}"] = value
     return state
 

@@ -31,9 +31,10 @@ class Config:
     model: str = ""  # Hugging Face folder of the base model (config, tokenizer, safetensors)
     critic_model: str = ""  # Hugging Face folder the critic starts from; empty: the policy's
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files
+    data_weights: tuple[float, ...] = ()  # how often each file's problems come in an epoch; empty: once
     eval_data: tuple[str, ...] = ()  # held-out problems, one set a file
     template: str = "orz"  # prompt: orz, plain, chat (the tokenizer's own), or a text file with {problem}
-    reward: str = "math"  # math, choice, exact, or your own path/to/file.py:function
+    reward: str = "math"  # of rows that don't name theirs: math, choice, exact; or for all your own path/to/file.py:function
     seed: int = 0  # the only source of randomness
     out: str = ""  # the run's folder; empty: runs/PRESET
 
@@ -51,6 +52,7 @@ class Config:
     max_prompt_len: int = 2048  # tokens; longer prompts are dropped when the data is loaded
     max_response_len: int = 8000  # tokens
     max_model_len: int = 0  # tokens of prompt and response together; 0: the sum of the two
+    resample_rounds: int = 0  # rounds in which other prompts replace those whose samples all score the same (grpo: DAPO)
     pack_len: int = 16384  # tokens that one rank's forward pass sees at once
     policy_updates: int = 1  # optimizer steps on the policy in a step, each on its part of the samples
     critic_updates: int = 12  # optimizer steps on the critic in a step, each on its part of the samples
@@ -62,8 +64,9 @@ class Config:
     engine_share: float = 0.7  # share of the device's memory that the engine may take while it is awake
     max_num_seqs: int = 512  # responses that one engine decodes at once
     tp: int = 1  # ranks that share one engine (tensor parallel; vllm only)
-    eval_samples: int = 1  # responses to each held-out problem
-    eval_temperature: float = 1.0  # 0: greedy
+    eval_samples: tuple[int, ...] = (1,)  # responses to each held-out problem; one number for all sets, or one a set
+    eval_temperature: tuple[float, ...] = (1.0,)  # 0: greedy; one for all sets, or one a set
+    eval_response_len: int = 0  # tokens of a response in evaluation; 0: --max_response_len
     grade_workers: int = 1  # grading processes beside each rank
     grade_deadline: float = 5.0  # seconds of work that one answer may cost
 
@@ -87,11 +90,14 @@ class Config:
     kl_coef: float = 0.0  # 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of KL(policy || ref), per token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term goes (reward: ppo only)
+    ref_refresh: bool = False  # the reference becomes the policy at each epoch's end
     entropy_coef: float = 0.0  # entropy bonus in the policy's loss
     tis_clip: float | None = 2.0  # cap of the weight that corrects engine-trainer mismatch; None: no correction
     advantage: Literal["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out"] = "group_mean_std"  # grpo
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len"] = "token"  # the loss is a mean over these (grpo)
+    overlong_buffer: int = 0  # last tokens before --max_response_len over which the reward falls by up to 1 (DAPO)
+    mask_truncated: bool = False  # responses cut by length don't enter the loss
 
     # --- where and how it runs
     layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 32; any: what is there
@@ -122,6 +128,17 @@ class Config:
              "samples of one prompt", "--samples_per_prompt 2 or more, or --algo ppo")
         need(self.algo == "ppo" or self.kl_in == "loss", "--kl_in reward needs per-token rewards, which grpo lacks",
              "--kl_in loss")
+        need(not self.resample_rounds or self.algo == "grpo", "--resample_rounds looks for groups with something to compare, "
+             "and ppo compares with its critic", "--resample_rounds 0, or --algo grpo")
+        need(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is all of a response",
+             f"less than --max_response_len {self.max_response_len}")
+        for name, files, few in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
+                                 ("eval_temperature", self.eval_data, 1)):
+            given = len(getattr(self, name))
+            need(given in (few, len(files)), f"--{name} has {given} values for {len(files)} files",
+                 f"one a file, or {('none', 'one')[few]}")
+        need(min(self.data_weights, default=1) > 0 and min(self.eval_samples) > 0, "a weight or a number of samples below 1",
+             "--data_weights over 0, --eval_samples 1 or more")
         need(self.parts <= self.samples_per_step, f"{self.parts} updates a step, but only {self.samples_per_step} "
              "samples", "fewer --critic_updates or --policy_updates, or more samples")
 
@@ -132,13 +149,13 @@ class Config:
         return min(both, self.max_model_len) if self.max_model_len else both
 
     @property
-    def samples_per_step(self) -> int:
-        return self.prompts_per_step * self.samples_per_prompt
+    def engine_len(self) -> int:
+        """Longest prompt and response that the engine may meet: an evaluation may be longer than what is trained on."""
+        return max(self.model_len, self.max_prompt_len + self.eval_response_len if self.eval_response_len else 0)
 
     @property
-    def answer_kind(self) -> str:
-        """How answers are compared, and told to a reward function of the user's own."""
-        return "math" if ":" in self.reward else self.reward
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def parts(self) -> int:
@@ -169,7 +186,7 @@ class Config:
 
 
 COUNTS = ("prompts_per_step", "samples_per_prompt", "policy_updates", "critic_updates", "max_prompt_len",
-          "max_response_len", "pack_len", "tp", "max_num_seqs", "eval_samples", "grade_workers", "keep")
+          "max_response_len", "pack_len", "tp", "max_num_seqs", "grade_workers", "keep")
 
 
 class UserError(ValueError):
@@ -182,13 +199,13 @@ def need(ok: bool, found: str, fix: str) -> None:
         raise UserError(f"{found}; needed: {fix}")
 
 
-ORZ = Config(epochs=20, max_model_len=8192)
+ORZ = Config(epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
     model="runs/tiny-base", data=("runs/tiny-base/train.jsonl",), eval_data=("runs/tiny-base/eval.jsonl",),
-    template="plain", stop=("</answer>",), steps=30, eval_every=15, save_every=15, prompts_per_step=32,
-    samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=2048, critic_updates=4, policy_lr=3e-4,
+    template="plain", stop=("</answer>",), steps=24, eval_every=12, save_every=12, prompts_per_step=32,
+    samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=4096, critic_updates=2, policy_lr=3e-4,
     critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99), checkpoint_activations=False, max_num_seqs=256)
 
 PRESETS: dict[str, Config] = {
@@ -198,13 +215,19 @@ PRESETS: dict[str, Config] = {
     "orz-0.5b-1gpu": ORZ_SMALL,
     "orz-1.5b": ORZ_SMALL,
     "orz-7b": ORZ,
-    "orz-32b": replace(ORZ, tp=4, max_response_len=16384, max_model_len=0, pack_len=18432),
+    "orz-32b": replace(ORZ, tp=4, max_response_len=16384, max_model_len=0, pack_len=18432, eval_response_len=32768),
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    "dapo-7b": replace(GRPO, clip_high=0.28),
+    "dapo-7b": replace(GRPO, clip_high=0.28, resample_rounds=4, overlong_buffer=1600),
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
-    "open-r1-7b-grpo": replace(GRPO, template="chat", samples_per_prompt=16, aggregation="response", epochs=1),
+    "rloo-7b": replace(GRPO, advantage="leave_one_out"),
+    "reinforce++-7b": replace(GRPO, advantage="group_mean_whiten"),
+    "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4, policy_updates=4),
+    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=4),
+    "open-r1-7b-grpo": replace(GRPO, template="chat", samples_per_prompt=16, aggregation="response", epochs=1,
+                               eval_samples=(4,)),
     "rlvr-8b": replace(ORZ, template="chat", kl_coef=0.05, critic_updates=4, policy_updates=4, epochs=0,
-                       total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048, max_model_len=0),
+                       total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048, max_model_len=0,
+                       ref_refresh=False, eval_samples=(1,)),
 }
 LAYOUTS: dict[str, dict] = {
     "any": {},
@@ -216,10 +239,10 @@ NODE = 8  # ranks on one machine, in the layouts and in the commands that errors
 
 # What a resumed run may change: none of it enters the maths of a step. Data and template are held to by their problems.
 MAY_CHANGE = {
-    "out", "resume", "data", "template", "steps", "epochs", "total_episodes", "eval_data", "eval_every", "eval_samples",
-    "eval_temperature", "save_every", "keep", "keep_best", "grace", "stall_limit", "max_logp_gap", "critic_model", "engine",
-    "engine_share", "max_num_seqs", "tp", "grade_workers", "grade_deadline", "layout", "ranks", "device", "dtype",
-    "shard_ranks", "checkpoint_activations", "offload", "pack_len"}
+    "out", "resume", "data", "data_weights", "template", "steps", "epochs", "total_episodes", "eval_data", "eval_every",
+    "eval_samples", "eval_temperature", "eval_response_len", "save_every", "keep", "keep_best", "grace", "stall_limit",
+    "max_logp_gap", "critic_model", "engine", "engine_share", "max_num_seqs", "tp", "grade_workers", "grade_deadline",
+    "layout", "ranks", "device", "dtype", "shard_ranks", "checkpoint_activations", "offload", "pack_len"}
 
 
 def changed(old: dict, new: dict) -> list[str]:

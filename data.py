@@ -17,6 +17,7 @@ import heapq
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from configs import Config, UserError, need
+from reward import KINDS
 
 TEMPLATES = {
     # Open-Reasoner-Zero's prompt, verbatim (its playground files).
@@ -51,6 +53,8 @@ class Problem:
     ids: tuple[int, ...]  # the templated prompt's tokens
     answer: str
     where: str  # file and row, for messages
+    kind: str = "math"  # how its answer is compared: math, choice or exact; a reward of the user's own is told it
+    weight: float = 1.0  # how often it comes in an epoch
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,8 @@ class Sample:
     reward: float = 0.0
     reason: str = ""  # why that reward
     answer: str | None = None  # what was extracted from the response
+    penalty: float = 0.0  # added to the reward in training, not in what is reported
+    trained: bool = True  # whether it enters the loss
     advantage: float = 0.0  # grpo: what the group says; ppo: computed per token, later
 
     @property
@@ -87,7 +93,7 @@ class Pack:
     rewards: Tensor  # (T,) on each response's last token
     advantages: Tensor  # (T,)
     longest: int  # tokens of the longest segment
-    responses: int  # responses in the pack, N or, in a filler, 0
+    responses: int  # trained responses in the pack: N, less what is masked; 0 in a filler
     old_logp: Tensor | None = None  # (T,) the trainer's, before the step's first update
     ref_logp: Tensor | None = None  # (T,)
     values: Tensor | None = None  # (T,) the critic's, before its first update of the step
@@ -103,16 +109,20 @@ class Pack:
 
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print) -> list[Problem]:
-    """All problems of the files, in their order. Over-long prompts and repeated ones are dropped, counted and named.
+    """All problems of the files, in their order; cfg.data_weights are theirs if these are cfg.data. Over-long prompts and
+    repeated ones are dropped, counted and named.
 
     Raises UserError naming file and row for what can't be read, and when nothing is left.
     """
     need(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
     make_ids = templater(cfg.template, tokenizer)
     problems, seen, long, twice = [], set(), [], 0
-    for path in paths:
+    weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
+    usual = "math" if ":" in cfg.reward else cfg.reward
+    for path, weight in zip(paths, weights, strict=True):
         for row, raw in enumerate(read_rows(path), 1):
             text, answer = problem_of(raw, f"{path} row {row}")
+            kind = kind_of(raw, usual, f"{path} row {row}")
             if (text, answer) in seen:
                 twice += 1
                 continue
@@ -121,7 +131,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
             if len(ids) > cfg.max_prompt_len:
                 long.append(f"{os.path.basename(path)}:{row}")
                 continue
-            problems.append(Problem(text, tuple(ids), answer, f"{path} row {row}"))
+            problems.append(Problem(text, tuple(ids), answer, f"{path} row {row}", kind, weight))
     need(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --max_prompt_len {cfg.max_prompt_len} tokens",
          "a larger --max_prompt_len")
     dropped = f"; dropped {twice} repeated" if twice else ""
@@ -193,6 +203,13 @@ def problem_of(row: Any, where: str) -> tuple[str, str]:
     return text, str(answer)
 
 
+def kind_of(row: Any, usual: str, where: str) -> str:
+    """How a row's answer is compared: as its "reward" says, by its letter if it has "choices", else as usual."""
+    kind = row.get("reward", "choice" if row.get("choices") else usual) if isinstance(row, dict) else usual
+    need(kind in KINDS, f"{where} has reward {kind!r}", f"one of {', '.join(KINDS)}")
+    return kind
+
+
 def templater(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
     """Function from a problem's text to its prompt's tokens, the tokenizer's BOS in front where it has one."""
     if template == "chat":
@@ -212,19 +229,42 @@ def fingerprint(problems: Sequence[Problem]) -> str:
     """What a checkpoint knows its problems by: the same prompts, token for token, with the same answers, in the same order."""
     digest = hashlib.sha256()
     for p in problems:
-        digest.update(repr((p.ids, p.answer)).encode())
+        digest.update(repr((p.ids, p.answer, p.kind, p.weight)).encode())
     return digest.hexdigest()[:16]
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
     """The step's prompts: the problems in an order reshuffled each epoch, a pure function of (seed, step)."""
-    first, n = step * cfg.prompts_per_step, len(problems)
-    return [problems[_order(cfg.seed, i // n, n)[i % n]] for i in range(first, first + cfg.prompts_per_step)]
+    weights = tuple(p.weight for p in problems)
+    n, first = epoch_len(problems), step * cfg.prompts_per_step
+    return [problems[_order(cfg.seed, i // n, weights)[i % n]] for i in range(first, first + cfg.prompts_per_step)]
+
+
+def spare_at(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
+    """As many prompts again, to put in the place of the step's that teach nothing: as pure a function."""
+    draw = np.random.default_rng([cfg.seed, 3, step, round])
+    return [problems[i] for i in draw.choice(len(problems), cfg.prompts_per_step, len(problems) < cfg.prompts_per_step)]
+
+
+def epoch_len(problems: Sequence[Problem]) -> int:
+    """Prompts in an epoch: each file's problems times its weight."""
+    return sum(_times(w, n) for w, n in Counter(p.weight for p in problems).items())
+
+
+def _times(weight: float, n: int) -> int:
+    return max(1, round(weight * n))
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, n: int) -> np.ndarray:
-    return np.random.default_rng([seed, 1, epoch]).permutation(n)
+def _order(seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
+    """An epoch's problems, shuffled: all as often as their weight says, a fraction of them once more."""
+    rng, every = np.random.default_rng([seed, 1, epoch]), np.array(weights)
+    parts = []
+    for weight in dict.fromkeys(weights):
+        mine = np.flatnonzero(every == weight)
+        whole, rest = divmod(_times(weight, len(mine)), len(mine))
+        parts += [mine] * whole + [rng.permutation(mine)[:rest]] * bool(rest)
+    return rng.permutation(np.concatenate(parts))
 
 
 # --- packs
@@ -286,15 +326,15 @@ def pack(samples: Sequence[Sample]) -> Pack:
     tokens = lay(lambda s: s.prompt, lambda s: s.ids, torch.int64)
     ends = torch.tensor(lengths).cumsum(0)
     rewards = torch.zeros(len(tokens))
-    rewards[ends - 1] = torch.tensor([s.reward for s in samples])
+    rewards[ends - 1] = torch.tensor([s.reward + s.penalty for s in samples])
     return Pack(
         tokens=tokens,
         positions=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.cat([torch.zeros(1), ends]).int(),
-        mask=lay(lambda s: False, lambda s: True, torch.bool),
+        mask=lay(lambda s: False, lambda s: s.trained, torch.bool),
         engine_logp=lay(lambda s: 0.0, lambda s: s.logp, torch.float32),
         rewards=rewards,
         advantages=lay(lambda s: 0.0, lambda s: s.advantage, torch.float32),
         longest=max(lengths),
-        responses=len(samples),
+        responses=sum(s.trained for s in samples),
     )

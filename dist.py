@@ -119,13 +119,16 @@ def full_weights(model: nn.Module, device: torch.device | str = "cpu") -> Iterat
 @contextlib.contextmanager
 def resident(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, device: torch.device | str = "cpu",
              offload: bool = True) -> Iterator[None]:
-    """While inside, the model's shards and its optimizer's state are on `device`; afterwards, with offload, on the host."""
+    """While inside, the model's shards and its optimizer's state are on `device`; afterwards, with offload, on the host. What a
+    forward pass without a backward left gathered is let go."""
     move = torch.device(device).type == "cuda" and offload
     if move:
         _move(model, optimizer, device)
     try:
         yield
     finally:
+        if isinstance(model, FSDPModule):
+            model.reshard()
         if move:
             _move(model, optimizer, "cpu")
             torch.cuda.empty_cache()

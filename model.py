@@ -14,7 +14,7 @@ nats, more than a clipped ratio can bear.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,19 @@ def files_keys(path: str) -> set[str]:
         with safe_open(file, "pt") as f:
             keys |= set(f.keys())
     return keys
+
+
+def files_weights(path: str, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the folder's parameters, one at a time, for an engine that nothing is trained beside. Raises
+    UserError as load_config does."""
+    from safetensors import safe_open
+
+    tied = load_config(path).tie_word_embeddings
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as f:
+            for name in f.keys():  # noqa: SIM118  it is no dict
+                if not (tied and name == "lm_head.weight"):
+                    yield name, f.get_tensor(name).to(device, dtype)
 
 
 def state_keys(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {slot: problem, …}, n=8, key=(seed, step), …)
 
+    python rollout.py MODEL DATA [DATA …] [--eval_samples 16] [--template chat] …    # evaluate any Hugging Face folder
+    torchrun --nproc-per-node 8 rollout.py MODEL DATA …                              # on 8 GPUs; flags as in train.py
+
 `TorchEngine` is plain PyTorch with a static KV cache and needs nothing else: the default on a CPU. `VLLMEngine` lives
 inside the training rank, has the device while it is awake and gives it back asleep. All contact with vLLM is here.
 
@@ -14,9 +17,14 @@ that was drawn before it.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, UserError, need
+from configs import Config, UserError, need, parse
 from data import Problem, Sample
 from model import Policy, Segments, load_config, logits_fp32
 from reward import Grader
@@ -57,7 +65,8 @@ class Engine:
 
     def room(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Tokens that the response to `prompt` may have."""
-        return min(max_tokens, self.cfg.model_len - len(prompt))
+        whole = self.cfg.model_len if max_tokens <= self.cfg.max_response_len else self.cfg.engine_len
+        return min(max_tokens, whole - len(prompt))
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
@@ -274,7 +283,7 @@ class VLLMEngine(Engine):
         with contextlib.ExitStack() as quiet:
             if not os.environ.get("TORZ_VERBOSE"):
                 quiet.enter_context(_muted())
-            self.llm = LLM(model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.model_len,
+            self.llm = LLM(model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                            max_num_seqs=cfg.max_num_seqs, seed=self.group, tensor_parallel_size=cfg.tp,
                            distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                            load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
@@ -349,8 +358,6 @@ def _import_vllm() -> Any:
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
     """vLLM's loading bars and native warnings go nowhere; TORZ_VERBOSE=1 lets them through."""
-    import sys
-
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -391,8 +398,7 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
 
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int, kind: str = "math",
-            quit: Callable[[], bool] = lambda: False) -> list[Sample]:
+            max_tokens: int, key: tuple[int, ...], version: int, quit: Callable[[], bool] = lambda: False) -> list[Sample]:
     """`n` graded samples of each problem (slot -> problem), ordered by (slot, index). Grading goes on beside generation. None
     once `quit()`."""
     samples: dict[tuple[int, int], Sample] = {}
@@ -400,33 +406,142 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
         if quit():
             return []
         samples[s.slot, s.index] = s
-        grader.submit((s.slot, s.index), s.text, problems[s.slot].answer, s.stopped, kind)
+        grader.submit((s.slot, s.index), s.text, problems[s.slot].answer, s.stopped, problems[s.slot].kind)
     grades = grader.results()
     return [replace(samples[k], reward=grades[k].reward, reason=grades[k].reason, answer=grades[k].answer)
             for k in sorted(samples)]
 
 
-@dataclass(frozen=True)
-class Score:
-    """Sums over problems, which add up over ranks."""
-
-    problems: int
-    mean: float  # sum over problems of the mean reward of their samples
-    any: float  # problems with at least one success
-    samples: int
-    truncated: int
-    tokens: int
+def share(problems: Sequence[Problem] | Mapping[int, Problem], engine: Engine) -> dict[int, Problem]:
+    """This engine's part of a batch, by slot: every `engine.groups`-th, so that no engine waits long for another."""
+    slots = dict(problems) if isinstance(problems, Mapping) else dict(enumerate(problems))
+    return {slot: p for i, (slot, p) in enumerate(slots.items()) if i % engine.groups == engine.group}
 
 
-def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cfg: Config, step: int,
-             which: int = 0, quit: Callable[[], bool] = lambda: False) -> tuple[list[Sample], Score]:
-    """cfg.eval_samples responses to each held-out problem (slot -> problem) at cfg.eval_temperature, and their sums. The
-    randomness is the same at every step, so that evaluations differ by the weights alone."""
-    samples = rollout(engine, grader, problems, cfg.eval_samples, cfg.eval_temperature, cfg.max_response_len,
-                      (cfg.seed, EVAL, which), step, cfg.answer_kind, quit)
-    by_slot: dict[int, list[float]] = {}
-    for s in samples:
-        by_slot.setdefault(s.slot, []).append(s.reward)
-    return samples, Score(len(by_slot), sum(sum(r) / len(r) for r in by_slot.values()),
-                          sum(any(x > 0 for x in r) for r in by_slot.values()), len(samples),
-                          sum(not s.stopped for s in samples), sum(len(s.ids) for s in samples))
+def row_of(s: Sample, problem: Problem) -> dict:
+    """A sample as people and scripts read it."""
+    return dict(slot=s.slot, index=s.index, problem=problem.text, gold=problem.answer, response=s.text,
+                answer=s.answer, reward=s.reward, reason=s.reason, stopped=s.stopped, tokens=len(s.ids))
+
+
+# --- evaluation
+
+
+def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cfg: Config, step: int, which: int = 0,
+             quit: Callable[[], bool] = lambda: False) -> tuple[list[Sample], dict[str, tuple[float, int]]]:
+    """Responses to the held-out problems (slot -> problem) of the `which`-th set, and metrics as (sum, count), which add up
+    over ranks: avg@n, the mean of n samples; pass@k, unbiased, for k = 2, 4, … n; maj@n, of the answer that most samples
+    gave. The randomness is the same at every step, so that evaluations differ by the weights alone."""
+    n, temperature = (v[which % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
+    samples = rollout(engine, grader, problems, n, temperature, cfg.eval_response_len or cfg.max_response_len,
+                      (cfg.seed, EVAL, which), step, quit)
+    groups = [samples[i:i + n] for i in range(0, len(samples), n)]
+    right = [sum(s.reward > 0 for s in g) for g in groups]
+    metrics = {f"avg@{n}": (sum(s.reward for s in samples) / n, len(groups))}
+    for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
+        metrics[f"pass@{k}"] = sum(pass_at(k, n, c) for c in right), len(groups)
+    if n > 2:
+        metrics[f"maj@{n}"] = sum(majority(g) for g in groups), len(groups)
+    return samples, metrics | {"response_len": (sum(len(s.ids) for s in samples), len(samples)),
+                               "truncated": (sum(not s.stopped for s in samples), len(samples))}
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Chance that k of n samples, `right` of them right, hold a right one: 1 - C(n - right, k) / C(n, k)
+    (arXiv 2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(group: Sequence[Sample]) -> float:
+    """Whether the answer that most samples of one prompt gave is right; of several such answers the share that is. Samples
+    without an answer don't vote."""
+    votes = Counter(s.answer for s in group if s.answer is not None)
+    most = [a for a, c in votes.items() if c == max(votes.values())]
+    right = {s.answer for s in group if s.reward > 0}
+    return sum(a in right for a in most) / len(most) if most else 0.0
+
+
+REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
+
+
+def reflections(text: str) -> int:
+    """How often a response takes a step back, by the words that Open-Reasoner-Zero counts."""
+    text = text.lower()
+    return sum(text.count(word) for word in REFLECTIONS)
+
+
+def repetition(text: str) -> float:
+    """How much a text repeats itself, 0 to nearly 1: 2 Σ LCP / n(n+1) over the neighbours in its suffix array, n characters
+    (Open-Reasoner-Zero's score). Prefix doubling, then Kasai et al. 2001 for the LCPs."""
+    n = len(text)
+    if n < 2:
+        return 0.0
+    rank = np.unique(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32), return_inverse=True)[1]
+    step = 1
+    while True:
+        second = np.full(n, -1)
+        second[:-step or None] = rank[step:] if step < n else -1
+        order = np.lexsort((second, rank))
+        new = np.any([np.diff(rank[order]) != 0, np.diff(second[order]) != 0], axis=0)
+        rank = np.empty(n, dtype=np.int64)
+        rank[order] = np.concatenate([[0], np.cumsum(new)])
+        if rank[order[-1]] == n - 1:
+            break
+        step *= 2
+    total = common = 0
+    for i in range(n):
+        if rank[i] == 0:
+            common = 0
+            continue
+        j = int(order[rank[i] - 1])
+        while i + common < n and j + common < n and text[i + common] == text[j + common]:
+            common += 1
+        total += common
+        common = max(common - 1, 0)
+    return 2 * total / (n * (n + 1))
+
+
+def main(argv: Sequence[str]) -> None:
+    """`python rollout.py MODEL DATA [DATA …] [--flag value …]`: see the top of this file."""
+    import dist
+    from data import load_problems
+    from log import Meter
+    from model import files_weights, load_tokenizer
+
+    paths = list(itertools.takewhile(lambda a: not a.startswith("--"), argv))
+    need(len(paths) >= 2 or "--help" in argv, f"rollout.py {' '.join(argv)}", "python rollout.py MODEL DATA [DATA …] [--flags]")
+    model, sets = (paths or [""])[0], paths[1:]
+    argv = ["orz-7b", "--model", model, "--eval_data", *sets, *argv[len(paths):]]
+    cfg = parse(argv, prog="rollout.py")
+    world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
+    tokenizer = load_tokenizer(cfg.model)
+    say = print if world.main else lambda text: None
+    held_out = [load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data]
+    engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
+    out = Path(cfg.out if "--out" in " ".join(argv) else Path("runs") / f"eval-{Path(cfg.model).name}")
+    meter, rows = Meter(), []
+    custom = cfg.reward if ":" in cfg.reward else None
+    with Grader(cfg.grade_workers, cfg.grade_deadline, custom) as grader, engine.awake(
+            files_weights(cfg.model, world.device, world.dtype), version=0):
+        for which, (path, problems) in enumerate(zip(cfg.eval_data, held_out, strict=True)):
+            samples, scores = evaluate(engine, grader, share(problems, engine), cfg, 0, which)
+            name = Path(path).stem
+            for k, (total, count) in scores.items():
+                meter.add(f"{name}/{k}", total, count)
+            mine = [{"set": name} | row_of(s, problems[s.slot]) for s in samples]
+            rows += sorted((r for part in dist.gather(mine) for r in part), key=lambda r: (r["slot"], r["index"]))
+    metrics = meter.reduce(dist.all_sum, dist.all_max)
+    if world.main:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "samples.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+        (out / "scores.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        for k, v in metrics.items():
+            print(f"{k:40} {v:.4g}")
+        print(f"{out / 'samples.jsonl'}, {out / 'scores.json'}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as e:
+        sys.exit(f"rollout.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)

@@ -42,11 +42,22 @@ import ckpt
 import dist
 import grpo
 import ppo
-from data import Pack, Problem, Sample, assign, batch_at, fingerprint, load_problems, pack
+from data import Pack, Problem, Sample, assign, batch_at, epoch_len, fingerprint, load_problems, pack, spare_at
 from log import Logger, Meter, story
 from model import load_critic, load_policy, load_tokenizer, logprobs, values
 from reward import REASONS, Grader
-from rollout import TRAIN, Engine, Score, VLLMEngine, evaluate, make_engine, rollout
+from rollout import (
+    TRAIN,
+    Engine,
+    VLLMEngine,
+    evaluate,
+    make_engine,
+    reflections,
+    repetition,
+    rollout,
+    row_of,
+    share,
+)
 
 SHOWN = 8  # prompts of a step whose samples go to samples/
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
@@ -107,7 +118,7 @@ def train(run: Run) -> bool:
                     metrics |= evaluate_all(run, step)
             if not last:
                 with dist.phase("rollout"):
-                    batch, samples = sample_step(run, step)
+                    batch, samples = sample_step(run, step, meter)
         if dist.stop_asked():  # nothing of this step has been learned yet
             return stop(run, step)
         if last:
@@ -117,7 +128,7 @@ def train(run: Run) -> bool:
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
             parts = make_packs(samples, step, cfg, world, policy.model)
-            measure_samples(meter, samples, policy.model, cfg)
+            measure_work(meter, samples, policy.model, cfg)
             if step % (cfg.eval_every or 10) == 0:
                 log.rows("samples", step, gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
         if ref:
@@ -135,6 +146,8 @@ def train(run: Run) -> bool:
         if step >= cfg.freeze_policy_steps:
             with dist.phase("policy"), resident(policy, world, cfg):
                 train_policy(policy, parts, step, cfg, meter, log)
+        if ref and cfg.ref_refresh and epoch_ends(run, step):
+            refresh(ref, policy.model)
 
         if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
             with dist.phase("save"):
@@ -174,11 +187,12 @@ def prepare(cfg: Config) -> Run:
     tokenizer = load_tokenizer(cfg.model)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
-    cfg = cfg.with_steps(len(problems))
+    cfg = cfg.with_steps(epoch_len(problems))
     grader = make_grader(cfg)
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     policy, critic, ref = load_models(cfg, world)
     models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
+    models |= {"ref": (ref, None)} if ref and cfg.ref_refresh else {}  # else it is --model
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
     found = ckpt.find(out, cfg.resume)
     start = ckpt.resume(found, models, facts) if found else 0
@@ -220,6 +234,19 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Trainee, Trainee | None
     return policy, critic, ref
 
 
+def epoch_ends(run: Run, step: int) -> bool:
+    """Whether a pass over the prompts ends in this step."""
+    n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
+    return (step + 1) * per_step // n > step * per_step // n
+
+
+@torch.no_grad()
+def refresh(ref: nn.Module, policy: nn.Module) -> None:
+    """Make the reference what the policy is now; both are sharded alike."""
+    for old, new in zip(ref.parameters(), policy.parameters(), strict=True):
+        old.copy_(new)
+
+
 def resident(who: Trainee, world: dist.World, cfg: Config):
     """`who` has the device while inside."""
     return dist.resident(who.model, who.optimizer, world.device, cfg.offload)
@@ -228,17 +255,57 @@ def resident(who: Trainee, world: dist.World, cfg: Config):
 # --- sampling
 
 
-def share(problems: Sequence[Problem], engine: Engine) -> dict[int, Problem]:
-    """This engine's part of a batch, by slot: every `engine.groups`-th, so that no engine waits long for another."""
-    return {i: p for i, p in enumerate(problems) if i % engine.groups == engine.group}
-
-
-def sample_step(run: Run, step: int) -> tuple[Sequence[Problem], list[Sample]]:
-    """The step's problems, and this rank's graded samples of them, ordered by (slot, index)."""
+def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample]]:
+    """The step's problems, and this rank's graded samples of them, ordered by (slot, index). What is measured is what the
+    policy did on the batch as it was drawn, whatever then replaces a part of it."""
     cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
-    samples = rollout(run.engine, run.grader, share(batch, run.engine), cfg.samples_per_prompt, cfg.temperature,
-                      cfg.max_response_len, (cfg.seed, TRAIN, step), step, cfg.answer_kind, partial(asked, cfg))
+
+    def draw(problems: dict[int, Problem], *key: int) -> list[Sample]:
+        found = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                        (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg))
+        return [shape(s, cfg) for s in found]
+
+    samples = draw(share(batch, run.engine))
+    measure_samples(meter, samples)
+    if cfg.resample_rounds and not dist.stop_asked():
+        batch, samples = resample(run, step, batch, samples, draw)
     return batch, samples
+
+
+def shape(s: Sample, cfg: Config) -> Sample:
+    """A sample with what its length costs it (DAPO, arXiv 2503.14476, eq. 13), or left out of the loss for it."""
+    penalty = 0.0
+    if cfg.overlong_buffer:
+        penalty = float(grpo.overlong_penalty(torch.tensor(len(s.ids)), cfg.max_response_len, cfg.overlong_buffer))
+    return replace(s, penalty=penalty, trained=s.stopped or not cfg.mask_truncated)
+
+
+def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
+             draw: Callable[..., list[Sample]]) -> tuple[list[Problem], list[Sample]]:
+    """Put other prompts in the place of those whose samples all score the same and so teach nothing (DAPO's dynamic sampling),
+    for up to --resample_rounds rounds; what is uniform then stays, with advantage 0."""
+    cfg, batch = run.cfg, list(batch)
+    groups = {g[0].slot: g for g in group(samples, cfg)}
+    for round in range(1, cfg.resample_rounds + 1):
+        dull = torch.zeros(len(batch), dtype=torch.int64)
+        dull[[slot for slot, g in groups.items() if len({s.reward + s.penalty for s in g}) == 1]] = 1
+        slots = dist.all_sum(dull).nonzero()[:, 0].tolist()
+        if not slots:
+            return batch, [s for slot in sorted(groups) for s in groups[slot]]
+        spare = spare_at(run.problems, step, round, cfg)
+        for slot in slots:
+            batch[slot] = spare[slot]
+            groups.pop(slot, None)
+        groups |= {g[0].slot: g for g in group(draw(share({s: batch[s] for s in slots}, run.engine), round), cfg)}
+    run.log.alarm(f"step {step}: prompts are still uniform after {cfg.resample_rounds} rounds (--resample_rounds), and "
+                  "train with advantage 0: the data is too easy or too hard")
+    return batch, [s for slot in sorted(groups) for s in groups[slot]]
+
+
+def group(samples: Sequence[Sample], cfg: Config) -> list[list[Sample]]:
+    """Samples, ordered by (slot, index), by prompt."""
+    n = cfg.samples_per_prompt
+    return [list(samples[i:i + n]) for i in range(0, len(samples), n)]
 
 
 def asked(cfg: Config) -> bool:
@@ -247,22 +314,16 @@ def asked(cfg: Config) -> bool:
 
 
 def evaluate_all(run: Run, step: int) -> dict[str, float]:
-    """Accuracy on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
-    cfg, metrics, rows, k = run.cfg, {}, [], run.cfg.eval_samples
+    """Scores on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
+    cfg, meter, rows = run.cfg, Meter(), []
     for which, (name, problems) in enumerate(run.held_out.items()):
         part = share(problems, run.engine)
-        samples, score = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg))
-        total = Score(*dist.all_sum(torch.tensor(list(asdict(score).values()), dtype=torch.float64)).tolist())
-        if not total.samples:  # asked to stop
-            continue
-        metrics |= {f"eval/{name}/avg@{k}": total.mean / total.problems,
-                    f"eval/{name}/response_len": total.tokens / total.samples,
-                    f"eval/{name}/truncated": total.truncated / total.samples}
-        if k > 1:
-            metrics[f"eval/{name}/pass@{k}"] = total.any / total.problems
+        samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg))
+        for k, (total, count) in scores.items():
+            meter.add(f"eval/{name}/{k}", total, count)
         rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
     run.log.rows("eval", step, rows)
-    return metrics
+    return meter.reduce(dist.all_sum, dist.all_max)
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:
@@ -270,18 +331,12 @@ def gather_rows(rows: list[dict]) -> list[dict]:
     return sorted((row for part in dist.gather(rows) for row in part), key=lambda r: (r["slot"], r["index"]))
 
 
-def row_of(s: Sample, problem: Problem) -> dict:
-    """A sample as people and scripts read it."""
-    return dict(slot=s.slot, index=s.index, problem=problem.text, gold=problem.answer, response=s.text,
-                answer=s.answer, reward=s.reward, reason=s.reason, stopped=s.stopped, tokens=len(s.ids))
-
-
 # --- packs and advantages
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Each sample's advantage over the others of its prompt, which all are on this rank."""
-    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+    rewards = torch.tensor([s.reward + s.penalty for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
     advantages = grpo.group_advantages(rewards, cfg.advantage).flatten().tolist()
     return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
 
@@ -451,23 +506,35 @@ def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, m
 # --- metrics
 
 
-def measure_samples(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg: Config) -> None:
-    """What the step's samples were like, and the FLOP that training on them takes: 6N a token and attention's share."""
-    n = len(samples)
-    meter.add("reward", sum(s.reward for s in samples), n)
-    meter.add("response_len", sum(len(s.ids) for s in samples), n)
-    meter.add("truncated", sum(not s.stopped for s in samples), n)
-    groups: dict[int, set[float]] = {}
+def measure_samples(meter: Meter, samples: Sequence[Sample]) -> None:
+    """What the step's samples were like, with Open-Reasoner-Zero's diagnostics."""
+    n, lengths = len(samples), [len(s.ids) for s in samples]
+    right = [s.reward > 0 for s in samples]
+    groups: dict[int, list[Sample]] = {}
     for s in samples:
-        groups.setdefault(s.slot, set()).add(s.reward)
-    meter.add("uniform_groups", sum(len(g) == 1 for g in groups.values()), len(groups))
+        groups.setdefault(s.slot, []).append(s)
+    meter.add("reward", sum(s.reward for s in samples), n)
+    meter.add("pass@n", sum(any(s.reward > 0 for s in g) for g in groups.values()), len(groups))
+    meter.add("uniform_groups", sum(len({s.reward for s in g}) == 1 for g in groups.values()), len(groups))
+    meter.add("response_len", sum(lengths), n)
+    meter.add("response_len²", sum(x * x for x in lengths), n)
+    meter.add("response_len/right", sum(x for x, r in zip(lengths, right, strict=True) if r), sum(right))
+    meter.add("response_len/wrong", sum(x for x, r in zip(lengths, right, strict=True) if not r), n - sum(right))
+    meter.add("truncated", sum(not s.stopped for s in samples), n)
+    meter.add("penalty", sum(s.penalty for s in samples), n)
+    meter.add("reflections", sum(reflections(s.text) for s in samples), n)
+    meter.add("repetition", sum(repetition(g[0].text) for g in groups.values()), len(groups))  # of one each: it costs
+    reasons = Counter(s.reason for s in samples)
+    for reason in REASONS:
+        meter.add(f"grade/{reason}", reasons[reason], n)
+
+
+def measure_work(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg: Config) -> None:
+    """Tokens that are trained on, and the FLOP that it takes: 6N a token and attention's share."""
     meter.add("tokens", sum(s.length for s in samples), 0)
     layers, width, size = model.config.num_hidden_layers, model.config.hidden_size, sum(p.numel() for p in model.parameters())
     passes = (2 if cfg.algo == "ppo" else 1) + (0 if cfg.algo == "grpo" else 1 / 3)  # critic's values: a forward, a third
     meter.add("flops", passes * sum(6 * size * s.length + 6 * layers * width * s.length**2 for s in samples), 0)
-    reasons = Counter(s.reason for s in samples)
-    for reason in REASONS:
-        meter.add(f"grade/{reason}", reasons[reason], n)
 
 
 def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[str, float]:
@@ -477,6 +544,7 @@ def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[s
         spread = m["returns²"] - m["returns"] ** 2
         m["explained_variance"] = 1 - (m["error²"] - m["error"] ** 2) / spread if spread > 1e-12 else 0.0
         m.pop("error")
+    m["response_len/std"] = max(m["response_len²"] - m["response_len"] ** 2, 0.0) ** 0.5
     if m.get("tis²"):
         m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
     seconds = time.perf_counter() - began

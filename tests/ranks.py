@@ -172,3 +172,15 @@ def stalled() -> None:
             hang()
     with dist.phase("waiting"):
         dist.all_sum(torch.ones(1))
+
+
+def resampled(cfg) -> dict:
+    """The prompts of step 0 as drawn and after replacement, this rank's rewards by slot, and how many groups were measured."""
+    run = train.prepare(cfg)
+    meter = Meter()
+    with run.engine.awake(dist.full_weights(run.policy.model), version=0):
+        batch, samples = train.sample_step(run, 0, meter)
+    run.grader.close()
+    rewards = {g[0].slot: [s.reward for s in g] for g in train.group(samples, cfg)}
+    return {"drawn": [p.text for p in data.batch_at(run.problems, 0, cfg)], "prompts": [p.text for p in batch],
+            "rewards": rewards, "measured": int(meter.sums["pass@n"][1])}

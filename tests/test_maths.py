@@ -10,16 +10,7 @@ import grpo
 import ppo
 
 CASES = 200
-WORST: dict[str, float] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def table():
-    """Print the largest error of each function at the module's end."""
-    yield
-    print("\nfunction                      largest error over", CASES, "cases")
-    for name, error in sorted(WORST.items()):
-        print(f"  {name:28}{error:.1e}")
+WORST: dict[str, float] = {}  # largest error of each function: conftest prints them at the end
 
 
 def ragged(seed: int):
