@@ -157,7 +157,7 @@ class Policy(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = AutoModel.from_config(config, attn_implementation="torz")
+        self.model = AutoModel.from_config(config, attn_implementation="torz", dtype=torch.float32)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
@@ -185,7 +185,7 @@ class Critic(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = AutoModel.from_config(config, attn_implementation="torz")
+        self.model = AutoModel.from_config(config, attn_implementation="torz", dtype=torch.float32)
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def tie(self) -> None:

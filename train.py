@@ -122,7 +122,8 @@ def train(run: Run) -> bool:
         if dist.stop_asked():  # nothing of this step has been learned yet
             return stop(run, step)
         if last:
-            log.step(step, metrics)
+            if metrics:
+                log.step(step, metrics)
             break
         with dist.phase("pack"):
             if cfg.algo == "grpo":

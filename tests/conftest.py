@@ -32,7 +32,8 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, fa
         family, vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=128, num_hidden_layers=layers, max_position_embeddings=512, tie_word_embeddings=tied,
         initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None)
+        bos_token_id=None, **({} if family == "qwen2" else dict(head_dim=32)),
+        **(dict(sliding_window=None) if family == "mistral" else {}))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, p in model.named_parameters():

@@ -184,3 +184,10 @@ def resampled(cfg) -> dict:
     rewards = {g[0].slot: [s.reward for s in g] for g in train.group(samples, cfg)}
     return {"drawn": [p.text for p in data.batch_at(run.problems, 0, cfg)], "prompts": [p.text for p in batch],
             "rewards": rewards, "measured": int(meter.sums["pass@n"][1])}
+
+
+def trained_in_turn(cfgs) -> dict[str, list[dict]]:
+    """Metrics of several runs in one process, by their folder's name."""
+    for cfg in cfgs:
+        train.main(cfg)
+    return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}

@@ -1,0 +1,64 @@
+"""Any dense decoder: one step of PPO on each family with both engines, and its export, which transformers loads."""
+
+import dataclasses
+import json
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT, make_model, run_ranks
+
+import model
+from configs import UserError
+
+FAMILIES = {"qwen2": dict(tied=True), "qwen2-untied": dict(tied=False), "qwen3": dict(), "llama": dict(tied=False),
+            "mistral": dict(tied=False)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny random model of each family."""
+    return {name: make_model(tmp_path_factory.mktemp("family") / name, family=name.partition("-")[0], **more)
+            for name, more in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_one_step_of_ppo_and_an_export_of_every_family(engine, folders, base, tmp_path):
+    """Engine and trainer agree within 1e-4 nats on every token, the step changes the weights, and what is exported gives
+    transformers' own classes the log-probs that it gives ours."""
+    cfgs = [dataclasses.replace(base, model=path, out=str(tmp_path / name), engine=engine, steps=1, eval_data=(), save_every=0,
+                                checkpoint_activations=True) for name, path in folders.items()]
+    for name, rows in run_ranks(1, ranks.trained_in_turn, cfgs)[0].items():
+        assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0, name
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    tokens = torch.arange(40, 60)[None]
+    for name, path in folders.items():
+        out = f"{tmp_path / name}/export"
+        theirs = AutoModelForCausalLM.from_pretrained(f"{out}/policy", dtype=torch.float32)
+        ours = model.load_policy(f"{out}/policy")
+        assert {p.dtype for p in ours.parameters()} == {torch.float32}, name  # masters, though the files are bf16
+        with torch.no_grad():
+            want = theirs(tokens).logits[0]
+            hidden = ours.hidden(tokens, torch.arange(20)[None],
+                                 segments=model.Segments(torch.tensor([0, 20], dtype=torch.int32), 20))[0]
+            got = hidden @ ours.lm_head.weight.T
+        assert (got - want).abs().max() < 1e-4, name
+        before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert any(not torch.equal(a.to(torch.bfloat16), b.to(torch.bfloat16))
+                   for a, b in zip(before.parameters(), theirs.parameters(), strict=True)), name
+        critic = AutoModelForSequenceClassification.from_pretrained(f"{out}/critic")
+        assert critic.score.weight.shape == (1, 64) and critic.score.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(num_experts=8), "mixture of experts"), (dict(sliding_window=128, use_sliding_window=True), "sliding-window")])
+def test_what_cannot_be_trained_is_refused(change, words, folders, tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in ("model.safetensors", "config.json"):
+        (path / file).write_bytes((ROOT / folders["qwen2"] / file).read_bytes())
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
+        model.load_config(str(path))
