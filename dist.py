@@ -278,6 +278,7 @@ def heed_signals(grace: float) -> Iterator[None]:
             signal.signal(number, handler)
         for timer in timers:
             timer.cancel()
+        ASKED.clear()
 
 
 def stop_asked() -> bool:

@@ -16,7 +16,8 @@ import torch
 from conftest import maths, run, run_ranks, start_ranks
 
 import ckpt
-from configs import PRESETS, changed
+import dist
+from configs import PRESETS, UserError, changed
 from log import read_metrics
 
 
@@ -186,3 +187,32 @@ def test_the_command_exports_either_model(two_ranks, tmp_path, capsys):
         assert ours == theirs
     with pytest.raises(ckpt.UserError, match="one of step_000002, step_000004"):
         ckpt.main(["export", str(two_ranks[0]), "3", str(tmp_path / "x")])
+
+
+def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
+    """--resume PATH starts from PATH, after a restart from what the run has saved since; an older checkpoint of its own is
+    refused, for what came after it would be lost."""
+    def checkpoint(run, step):
+        folder = ckpt.step_folder(tmp_path / run, step)
+        folder.mkdir(parents=True)
+        (folder / "COMPLETE").write_text("{}")
+        return folder
+
+    there, out = checkpoint("there", 6), tmp_path / "here"
+    assert ckpt.find(out, "auto") is None and ckpt.find(out, str(tmp_path / "there")) == there == ckpt.find(out, str(there))
+    eight, ten = checkpoint("here", 8), checkpoint("here", 10)
+    assert ckpt.find(out, "auto") == ckpt.find(out, str(there)) == ckpt.find(out, str(ten)) == ten
+    with pytest.raises(UserError, match="step_000008 is older than .*step_000010; needed: another --out"):
+        ckpt.find(out, str(eight))
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        ckpt.find(tmp_path / "new", str(tmp_path / "nothing"))
+
+
+def test_signals_are_heeded_only_while_training():
+    """Inside, a signal asks for a stop; afterwards the handlers of before are back and nothing ends the process later."""
+    before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
+    with dist.heed_signals(grace=0.2):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert dist.ASKED and signal.getsignal(signal.SIGINT) != before[1]
+    assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
+    time.sleep(0.5)  # longer than the grace
