@@ -188,7 +188,7 @@ class Case:
     @property
     def trained(self) -> dict[str, int]:
         """Parameters of what is trained."""
-        return {"policy": self.policy.policy} | ({"critic": self.critic.critic} if self.critic else {})
+        return ({"critic": self.critic.critic} if self.critic else {}) | {"policy": self.policy.policy}
 
     @property
     def state(self) -> float:
@@ -211,8 +211,16 @@ def at_rest(n: int, shards: int) -> dict[str, float]:
     return {"weights": 4 * n / shards, "gradients": 4 * n / shards, "AdamW": 8 * n / shards}
 
 
-def updating(c: Case, shape: Shape, n: int, head: bool) -> dict[str, float]:
-    """Bytes of one rank at the fullest moment of an update of `shape`'s `n` parameters; `head`: with log-probs."""
+Moment = dict[str, float]  # bytes that one rank's device holds (on CPUs: one rank), by item
+
+
+def fullest(moments: Sequence[Moment]) -> Moment:
+    """The one that takes most."""
+    return max(moments, key=lambda m: sum(m.values()))
+
+
+def updating(c: Case, shape: Shape, n: int, head: bool) -> list[Moment]:
+    """The full moments of an update of `shape`'s `n` parameters; `head`: with log-probs."""
     b, d, v, layer = c.width, shape.hidden, shape.vocab, shape.layer
     root = n - shape.layers * layer  # embedding, norm and head, whole from the first layer's forward to the last's backward
     cfg, tokens = c.cfg, min(c.cfg.pack_len, -(-c.cfg.samples_per_step * c.cfg.model_len // (c.cfg.parts * c.world)))
@@ -220,26 +228,25 @@ def updating(c: Case, shape: Shape, n: int, head: bool) -> dict[str, float]:
     kept = tokens * (shape.layers * (b * d if cfg.checkpoint_activations else one) + 2 * b * d)
     working = tokens * ((one if cfg.checkpoint_activations else 0) + 3 * b * shape.inner + 8 * d)
     heads = v * d if head else d
-    moments = [
+    moments: list[Moment] = [
         {"gathered": b * root, "activations": kept, "logits": CHUNKS * min(CHUNK_BYTES, 4 * v * tokens) * head,
          "summing": (4 + b) * heads},  # the head's backward pass, its gradient in fp32 and once more
         {"gathered": b * (root + 3 * layer), "activations": kept + working,  # a layer's: one at work, the next coming
          "summing": b * heads + (b + 8) * layer},  # its gradients, and those of the one before on their way to the ranks
         {"summing": (4 + b) * root},  # the root's, last of all
         {"AdamW's step": 4 * n / c.shards}]
-    return at_rest(n, c.shards) | max(moments, key=lambda m: sum(m.values()))
+    return [at_rest(n, c.shards) | moment for moment in moments]
 
 
-def memory(c: Case) -> dict[str, dict[str, float]]:
-    """Bytes that one rank's device (on CPUs: one rank) holds at the fullest moment of each phase, by item. "beside" is what
-    the phase doesn't use: CUDA's own and, without offload, what else is trained."""
+def memory(c: Case) -> dict[str, list[Moment]]:
+    """The full moments of each phase. "beside": CUDA's own and, without offload, what the phase doesn't use."""
     cfg, b, p = c.cfg, c.width, c.policy
     engine = {"engine": b * p.policy / cfg.tp}
     always = {} if c.vllm else engine  # asleep, vLLM keeps nothing
     rows, root = min(cfg.max_num_seqs, c.responses), p.policy - p.layers * p.layer
     sampler = 4 * CHUNKS * (cfg.max_num_seqs if c.vllm else rows) * p.vocab
 
-    def beside(here: float) -> dict[str, float]:
+    def beside(here: float) -> Moment:
         return {"beside": OWN * bool(c.gpu) + (0 if c.moves else c.state - here / c.shards)}
 
     if c.vllm and c.gpu:
@@ -247,17 +254,18 @@ def memory(c: Case) -> dict[str, dict[str, float]]:
         cache = max(cfg.engine_share * c.gpu.memory - engine["engine"] - work, 0.0)
     else:
         work, cache = sampler, 2**28 if c.vllm else rows * cfg.model_len * c.kv
-    out = {"sync": {"weights": 4 * p.policy / c.shards, "gathered": 2 * b * max(root, p.layer)} | engine | beside(4 * p.policy),
-           "rollout": engine | {"engine's work": work, "KV cache": cache} | beside(0)}
-    if c.critic:
-        n = c.critic.critic
-        out["critic"] = updating(c, c.critic, n, head=False) | always | beside(STATE_BYTES * n)
-    return out | {"policy": updating(c, p, p.policy, head=True) | always | beside(STATE_BYTES * p.policy)}
+    arriving = {"weights": 4 * p.policy / c.shards, "gathered": 2 * b * max(root, p.layer)}
+    out = {"sync": [arriving | engine | beside(4 * p.policy)],
+           "rollout": [engine | {"engine's work": work, "KV cache": cache} | beside(0)]}
+    for who, n in c.trained.items():
+        moments = updating(c, p if who == "policy" else c.critic, n, head=who == "policy")
+        out[who] = [m | always | beside(STATE_BYTES * n) for m in moments]
+    return out
 
 
 def kv_tokens(c: Case) -> int:
     """Tokens that an engine's cache holds."""
-    return int(memory(c)["rollout"]["KV cache"] / c.kv)
+    return int(memory(c)["rollout"][0]["KV cache"] / c.kv)
 
 
 def host(c: Case) -> dict[str, float]:
@@ -315,23 +323,23 @@ def seconds(c: Case, prompt: float, response: float) -> dict[str, float]:
 
 def misfit(c: Case) -> str:
     """What is too small for this run, or nothing. On CPUs, where less is certain, only what is far too small."""
-    def words(phase: str, items: dict[str, float]) -> str:
+    def words(phase: str, items: Moment) -> str:
         most = sorted(items.items(), key=lambda x: -x[1])[:3]
         return f"phase {phase} takes {gib(sum(items.values()))} a rank ({', '.join(f'{k} {gib(v)}' for k, v in most)})"
 
-    phases = sorted(memory(c).items(), key=lambda x: -sum(x[1].values()))
+    moments = sorted(((k, m) for k, ms in memory(c).items() for m in ms), key=lambda x: -sum(x[1].values()))
     if not c.gpu:
-        least = c.local * sum(phases[0][1].values()) / 2
-        return f"{words(*phases[0])}, and {_some(c.local, 'rank')} share {gib(c.host)}" if 0 < c.host < least else ""
-    for phase, items in phases:
+        least = c.local * sum(moments[0][1].values()) / 2
+        return f"{words(*moments[0])}, and {_some(c.local, 'rank')} share {gib(c.host)}" if 0 < c.host < least else ""
+    for phase, items in moments:
         if sum(v * (SLACK if k in ESTIMATED else 1) for k, v in items.items()) > c.gpu.memory:
             return f"{words(phase, items)}, and a GPU has {gib(c.gpu.memory)}"
     if kv_tokens(c) < c.cfg.model_len:
         return (f"the engine's {c.cfg.engine_share:.0%} of {gib(c.gpu.memory)} holds {kv_tokens(c):,} tokens beside its "
                 f"weights, and a prompt with its response takes {c.cfg.model_len:,}")
-    rank = sum(host(c).values()) - host(c)["checkpoint"]
-    few = 0 < c.host < SLACK * rank * c.local
-    return f"{_some(c.local, 'rank')} keep {gib(rank)} each on a machine that has {gib(c.host)}" if few else ""
+    state = host(c)["state"]
+    few = 0 < c.host < state * c.local
+    return f"{_some(c.local, 'rank')} keep {gib(state)} each on a machine that has {gib(c.host)}" if few else ""
 
 
 def fix(c: Case) -> str:
@@ -397,7 +405,7 @@ def lines(plan: Mapping[str, Mapping[str, Row]], width: int = 80) -> Iterator[st
     for section, rows in plan.items():
         columns = max((list(r.shown) for r in rows.values() if isinstance(r.shown, dict)), key=len, default=[])
         yield ""
-        yield f"{section.upper():24}" + "".join(f"{c:>9}" for c in columns)
+        yield (f"{section.upper():24}" + "".join(f"{c:>9}" for c in columns)).rstrip()
         for name, row in rows.items():
             cells = [f"{v:>9}" for v in row.shown.values()] if isinstance(row.shown, dict) else [f"{row.shown:>14}"]
             left = f"  {name:22}" + "".join(cells) + "  " if row.value is not None else "  "
@@ -410,7 +418,7 @@ def verdict(c: Case) -> str:
     """Whether it fits, and what would."""
     if lack := misfit(c):
         return f"does not fit: {lack}; needed: {fix(c)}"
-    phase, most = max(((k, sum(v.values())) for k, v in memory(c).items()), key=lambda x: x[1])
+    phase, most = max(((k, sum(fullest(v).values())) for k, v in memory(c).items()), key=lambda x: x[1])
     have = f" of {gib(c.gpu.memory)}" if c.gpu else f" of {gib(c.host)} that {c.local} ranks share" if c.host else ""
     return f"fits: the fullest phase, {phase}, takes {gib(most)}{have}"
 
@@ -469,7 +477,8 @@ def _batches(c: Case) -> dict[str, Row]:
 
 
 def _memory(c: Case) -> dict[str, Row]:
-    table = {phase: items | {"in all": sum(items.values())} for phase, items in memory(c).items()}
+    table = {phase: {k: max(m.get(k, 0.0) for m in moments) for m in moments for k in m} | {
+        "in all": sum(fullest(moments).values())} for phase, moments in memory(c).items()}
     unit, word = (GIB, "GiB") if max(items["in all"] for items in table.values()) > GIB / 2 else (2**20, "MiB")
     notes = {"weights": f"4 N / {c.shards}", "gradients": f"4 N / {c.shards}", "AdamW": f"8 N / {c.shards}",
              "engine": f"{c.width} N / {c.cfg.tp}", "in all": f"{word} a {'GPU' if c.gpu else 'rank'}"}
@@ -484,16 +493,16 @@ def _memory(c: Case) -> dict[str, Row]:
         "KV cache, tokens": _row(tokens, note=f"{c.kv * c.cfg.tp / 1024:g} KiB each"),
         "KV cache, samples": Row(tokens / c.cfg.model_len, f"{tokens / c.cfg.model_len:,.1f}",
                                  f"of full length at once; an engine makes {c.responses}"),
-        "": Row(None, note=f"N: parameters. At each phase's fullest moment: activations of {c.cfg.pack_len} tokens ({of}); "
-                "gathered, whole weights of embedding, head and the layers at work; summing, whole gradients on their way "
-                "to the shards; beside, CUDA's own and what doesn't leave.")}
+        "": Row(None, note="N: parameters. Each item at its largest, not all at one moment; in all: at the fullest one. "
+                f"Activations: of {c.cfg.pack_len} tokens ({of}). Gathered: whole weights of embedding, head and the layers at "
+                "work. Summing: whole gradients on their way to the shards. Beside: CUDA's own, and what doesn't leave.")}
 
 
 def _host_and_disk(c: Case) -> dict[str, Row]:
     rank, files = host(c), disk(c.cfg, sum(c.trained.values()))
     notes = {"state": "a rank: what waits for its phase (--offload)", "checkpoint": "a rank: the copy that is being written",
              "libraries": "a rank: torch" + ", CUDA, vLLM" * bool(c.gpu)}
-    machine = c.local * (sum(rank.values()) + (0 if c.gpu else max(sum(m.values()) for m in memory(c).values())))
+    machine = c.local * (sum(rank.values()) + (0 if c.gpu else max(sum(fullest(m).values()) for m in memory(c).values())))
     best = "the best, " * (files["checkpoints"] > c.cfg.keep + 1)
     kept = f"{files['checkpoints']} checkpoints (--keep, {best}the one being written)"
     return {f"host, {k}": Row(v, gib(v), notes[k]) for k, v in rank.items() if v} | {
@@ -527,13 +536,15 @@ def _seconds(c: Case) -> dict[str, Row]:
 
 
 def count_rows(paths: Sequence[str]) -> int:
-    """Problems in .jsonl and .json files, before any is dropped; 0 where a file is neither or isn't there."""
+    """Problems in .json and .jsonl files, before any is dropped; 0 where one can't be read so."""
     total = 0
     for path in paths:
-        if not os.path.isfile(path) or not path.endswith((".json", ".jsonl")):
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            rows = json.loads(text) if text.lstrip().startswith("[") else [r for r in text.split("\n") if r.strip()]
+            total += len(rows)
+        except (OSError, ValueError):
             return 0
-        text = Path(path).read_text(encoding="utf-8")
-        total += len(json.loads(text)) if path.endswith(".json") else sum(bool(line.strip()) for line in text.split("\n"))
     return total
 
 
