@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dist
+import plan
 from configs import Config, UserError, changed, need
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHARD_BYTES = 4 * 2**30  # of one exported safetensors file
-STATE_BYTES = 12  # a parameter in a checkpoint: weight, two moments, fp32
 Trained = tuple[nn.Module, torch.optim.Optimizer | None]  # a reference has none
 
 
@@ -101,21 +101,19 @@ def _what_runs(cfg: Config) -> dict[str, str]:
 
 def _lack_of_space(cfg: Config, folder: Path) -> str:
     """Why the disk is too small for this run, or nothing."""
-    with torch.device("meta"):
-        trained = sum(p.numel() for p in Policy(load_config(cfg.model)).parameters())
-        if cfg.algo == "ppo":
-            trained += sum(p.numel() for p in Critic(load_config(cfg.critic_model or cfg.model)).parameters())
-    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
-    want = count * STATE_BYTES * trained + 2 * trained  # and the exports, in bf16
+    policy, critic = shapes(cfg)
+    files = plan.disk(cfg, policy.policy + (critic.critic if cfg.algo == "ppo" else 0))
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    if free >= want:
+    if free >= files["needed"]:
         return ""
-    return (f"{_size(free)} free in {folder} for {count} checkpoints of {_size(STATE_BYTES * trained)} and an export of "
-            f"{_size(2 * trained)}; needed: {_size(want)}, so a smaller --keep, or another --out")
+    one, exports, all_of_it = (plan.size(files[name]) for name in ("checkpoint", "exports", "needed"))
+    return (f"{plan.size(free)} free in {folder} for {files['checkpoints']} checkpoints of {one} and an export of {exports}; "
+            f"needed: {all_of_it}, so a smaller --keep, or another --out")
 
 
-def _size(n: float) -> str:
-    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+def shapes(cfg: Config) -> list[plan.Shape]:
+    """Of the policy and of what the critic starts from. Raises UserError where a folder is no model that can be trained."""
+    return [plan.shape_of(load_config(path).to_dict(), path) for path in (cfg.model, cfg.critic_model or cfg.model)]
 
 
 # --- saving
@@ -223,13 +221,13 @@ class Saver:
             shutil.rmtree(part, ignore_errors=True)
         intact = complete(self.out)
         words = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        wanted, last = _size(_bytes(self.models)), intact[-1].name if intact else "none"
-        return SaveFailed(f"the checkpoint after {self.step} steps failed: {words} ({_size(free)} free in {self.out}, {wanted} "
+        left, wanted, last = plan.size(free), plan.size(_bytes(self.models)), intact[-1].name if intact else "none"
+        return SaveFailed(f"the checkpoint after {self.step} steps failed: {words} ({left} free in {self.out}, {wanted} "
                           f"needed); the last complete one: {last}")
 
 
 def _bytes(models: Mapping[str, Trained]) -> int:
-    return sum((STATE_BYTES if o else 4) * p.numel() for model, o in models.values() for p in model.parameters())
+    return sum((plan.STATE_BYTES if o else 4) * p.numel() for model, o in models.values() for p in model.parameters())
 
 
 def _verify(part: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Every knob, its presets and layouts, and the arithmetic that follows from them.
+"""Every knob, its presets and layouts.
 
 One frozen dataclass is the configuration and the command line: `train.py PRESET --flag value` (the comment beside a
 field is its help). What can be derived is a property, never a second knob; `python configs.py PRESET` prints the plan.
@@ -318,38 +318,7 @@ def check_ranks(cfg: Config, world: int) -> None:
          f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
 
 
-def plan(cfg: Config, world: int) -> dict[str, str]:
-    """What follows from cfg on `world` ranks: which batch is which, in everyone's words."""
-    s = cfg.samples_per_step
-    rows = {
-        "ranks": f"{world} ({cfg.layout} layout), {max(world // cfg.tp, 1)} engines of {cfg.tp}",
-        "length of the run": ", ".join(f"{getattr(cfg, n)} {n}" for n in ("steps", "epochs", "total_episodes")
-                                       if getattr(cfg, n)),
-        "a step (rollout batch)": f"{cfg.prompts_per_step} prompts × {cfg.samples_per_prompt} samples = {s} episodes",
-        "a policy update (mini batch)": f"{s // cfg.policy_updates} samples; {cfg.policy_updates} a step",
-    }
-    if cfg.algo == "ppo":
-        rows["a critic update (mini batch)"] = f"{s // cfg.critic_updates} samples; {cfg.critic_updates} a step"
-    rows |= {
-        "a forward pass (micro batch)": f"one pack of up to {cfg.pack_len} tokens a rank",
-        "a response": f"up to {cfg.max_response_len} tokens after a prompt of up to {cfg.max_prompt_len}, "
-                      f"{cfg.model_len} together",
-    }
-    return rows
-
-
-def main() -> None:
-    """`python configs.py PRESET [flags]`: print every value and the plan."""
-    try:
-        cfg = parse(prog="configs.py")
-    except UserError as e:
-        sys.exit(f"configs.py: {e}")
-    for f in dataclasses.fields(cfg):
-        print(f"{f.name:24} {getattr(cfg, f.name)}")
-    print()
-    for k, v in plan(cfg, cfg.ranks or int(os.environ.get("WORLD_SIZE", 1))).items():
-        print(f"{k:30} {v}")
-
-
 if __name__ == "__main__":
+    from plan import main  # the arithmetic is there
+
     main()

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, UserError, check_ranks, parse, plan
+from configs import Config, UserError, check_ranks, need, parse
 
 if __name__ == "__main__":  # before torch is imported: --help and typing mistakes are answered at once
     try:
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 import ckpt
 import dist
 import grpo
+import plan
 import ppo
 from data import Pack, Problem, Sample, assign, batch_at, epoch_len, fingerprint, load_problems, pack, spare_at
 from log import Logger, Meter, story
@@ -60,7 +61,6 @@ from rollout import (
 )
 
 SHOWN = 8  # prompts of a step whose samples go to samples/
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
 
 
 @dataclass
@@ -189,6 +189,7 @@ def prepare(cfg: Config) -> Run:
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
     cfg = cfg.with_steps(epoch_len(problems))
+    check_plan(cfg, world, epoch_len(problems), say)
     grader = make_grader(cfg)
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     policy, critic, ref = load_models(cfg, world)
@@ -200,11 +201,23 @@ def prepare(cfg: Config) -> Run:
     elsewhere = found is not None and found.parent.parent != out
     saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
-    for row in plan(cfg, world.size).items():
-        log.say("{:30} {}".format(*row))
     if found:
         log.say(f"resumed after {start} steps from {found}")
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
+
+
+def check_plan(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> None:
+    """Print the plan for the devices that are there. Raises UserError, the same on every rank, where it can't fit them."""
+    cuda = world.device.type == "cuda"
+    seen = (torch.cuda.mem_get_info()[1] if cuda else 0, plan.host_memory())
+    memory, host = (min(x) for x in zip(*dist.gather(seen), strict=True))
+    case = plan.case_of(cfg, world.size, ckpt.shapes(cfg), plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None,
+                        local=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), host=host, problems=problems)
+    say("\n".join(plan.lines(plan.sections(case))))
+    lack = plan.misfit(case)
+    need(not lack, lack, lack and plan.fix(case))
+    say(f"\n{plan.verdict(case)}\n")
+
 
 def make_grader(cfg: Config) -> Grader:
     """Grading processes beside this rank, with the user's own function if there is one."""
@@ -554,7 +567,7 @@ def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[s
     m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
     if world.device.type == "cuda":
         m["mem/device_peak_gb"] = float(dist.all_max(torch.tensor(torch.cuda.max_memory_allocated() / 2**30)))
-        peak = next((f for name, f in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+        peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops
         if peak:
             m["mfu"] = m["flops"] / (seconds * peak * world.size)
     m.pop("flops")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import PRESETS, Config, UserError, check_ranks, parse, plan
+from configs import PRESETS, Config, UserError, check_ranks, parse
 
 
 def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
@@ -74,6 +74,5 @@ def test_learning_rates_are_a_function_of_the_counts():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_whole_and_has_a_plan(name):
-    cfg = parse([name])
-    assert isinstance(cfg, Config) and plan(cfg, 8)["ranks"].startswith("8")
+def test_every_preset_is_whole(name):
+    assert isinstance(parse([name]), Config)

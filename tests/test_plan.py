@@ -1,0 +1,272 @@
+"""The plan against what is: parameters, bytes of state and of checkpoints; its batches; what it refuses; how it prints."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, make_model, run_ranks
+from ranks import main as run_main
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import ckpt
+import dist
+import model
+import plan
+import train
+from configs import PRESETS, parse
+from log import Logger, Meter
+
+DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=112,
+            num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("family,more", [
+    ("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen2", dict(num_key_value_heads=4)),
+    ("qwen3", dict(head_dim=32)), ("qwen3", dict(head_dim=8, attention_bias=True, tie_word_embeddings=True)),
+    ("llama", {}), ("llama", dict(head_dim=24)), ("llama", dict(attention_bias=True, mlp_bias=True)),
+    ("mistral", dict(tie_word_embeddings=True)), ("mistral", dict(head_dim=40)),
+])
+def test_parameters_are_counted_exactly(family, more, tmp_path):
+    """From config.json as it lies on the disk: the language model's and, with one number as its head, the critic's."""
+    config = AutoConfig.for_model(family, **DIMS | more)
+    config.save_pretrained(tmp_path)
+    shape = plan.read_shape(str(tmp_path))
+    assert shape == plan.shape_of(config.to_dict(), str(tmp_path))
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config)
+        config.num_labels = 1
+        critic = AutoModelForSequenceClassification.from_config(config)
+    assert (shape.policy, shape.critic) == tuple(sum(p.numel() for p in m.parameters()) for m in (policy, critic))
+    assert shape.layer == sum(p.numel() for p in policy.model.layers[0].parameters())
+
+
+def test_qwen25_7b_has_7_615_616_512_parameters():
+    known = plan.KNOWN["7b"]
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            "qwen2", num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+            intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False))
+    assert known.policy == 7_615_616_512 == sum(p.numel() for p in real.parameters())
+    # As their model cards have it: 0.49, 1.54, 32.8 and 8.03 billion.
+    assert {k: round(s.policy / 1e7) for k, s in plan.KNOWN.items() if k not in ("7b", "tiny")} == {
+        "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
+
+
+def test_the_constants_are_the_programs():
+    assert plan.CHUNK_BYTES == model.CHUNK_BYTES and plan.STATE_BYTES == 12
+
+
+# --- bytes
+
+
+def bytes_of(t: torch.Tensor) -> int:
+    t = t.to_local() if isinstance(t, DTensor) else t
+    return t.numel() * t.element_size()
+
+
+def updated(cfg) -> dict[str, int]:
+    """This rank's bytes of weights, gradients and moments after an update of policy and critic, which it saves then."""
+    world = dist.init("cpu", "float32")
+    policy, critic, _ = train.load_models(cfg, world)
+    out = Path(cfg.out)
+    out.mkdir(exist_ok=True)
+    log, used = Logger(out, cfg, False, 0, {}), dict(weights=0, gradients=0, AdamW=0)
+    for who in (policy, critic):
+        for p in who.model.parameters():
+            p.grad = torch.ones_like(p)
+            used["gradients"] += bytes_of(p.grad)
+        train.update(who, [], 1e-3, 0, cfg, Meter(), log)
+        used["weights"] += sum(map(bytes_of, who.model.parameters()))
+        used["AdamW"] += sum(bytes_of(v) for s in who.optimizer.state.values() for v in s.values())
+    models = {t.name: (t.model, t.optimizer) for t in (policy, critic)}
+    saver = ckpt.Saver(out, models, cfg, {}, 0, aside=False)
+    assert saver.save(1, wait=True) == ""
+    return used
+
+
+def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
+    config = AutoConfig.for_model("qwen2", **DIMS | dict(hidden_size=256, intermediate_size=768, vocab_size=2000))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    cfg = dataclasses.replace(base, model=str(tmp_path / "model"), out=str(tmp_path / "run"))
+    shape = plan.read_shape(cfg.model)
+    for used in run_ranks(2, updated, cfg):
+        said = [plan.at_rest(n, 2) for n in (shape.policy, shape.critic)]
+        for name, taken in used.items():
+            assert taken == pytest.approx(sum(s[name] for s in said), rel=0.01), name
+    files = list((tmp_path / "run" / "ckpt" / "step_000001").iterdir())
+    assert len(files) >= 4
+    assert sum(f.stat().st_size for f in files) == pytest.approx(
+        plan.disk(cfg, shape.policy + shape.critic)["checkpoint"], rel=0.02)
+
+
+def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
+    shape = plan.read_shape(base.model)
+    taken = sum((two_ranks[0] / "export" / who / "model.safetensors").stat().st_size for who in ("policy", "critic"))
+    assert taken == pytest.approx(plan.disk(base, shape.policy + shape.critic)["exports"], rel=0.03)
+
+
+def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **more) -> plan.Case:
+    shape = plan.KNOWN[model]
+    return plan.case_of(parse(argv), world, (shape, shape), plan.GPUS.get(gpu), local=min(world, 8), **more)
+
+
+def memory(c: plan.Case) -> dict[str, plan.Moment]:
+    """By phase: each item at its largest, and "in all" at the fullest moment."""
+    cells = plan.as_dict(plan.sections(c))["memory"]
+    return {phase: {k: v[phase] for k, v in cells.items() if isinstance(v, dict)} for phase in cells["in all"]}
+
+
+def test_memory_of_a_7b_by_hand():
+    """A GPU of 32: state in shards, the engine's share as the flag says, a token's keys and values in 56 KiB."""
+    c = case("orz-7b", "--layout", "production", world=32)
+    use, n, trained = memory(c), 7_615_616_512, 7_615_616_512 + 7_070_622_720
+    assert use["policy"]["weights"] == use["policy"]["gradients"] == use["policy"]["AdamW"] / 2 == 4 * n / 32
+    assert use["rollout"]["in all"] - use["rollout"]["beside"] == pytest.approx(0.7 * c.gpu.memory)
+    assert use["rollout"]["engine"] == 2 * n
+    assert c.kv == 57344 and plan.kv_tokens(c) == int(use["rollout"]["KV cache"] / 57344)
+    assert use["policy"]["logits"] == 6 * 2**28 and use["critic"]["logits"] == 0
+    assert use["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
+    whole = memory(case("orz-7b", "--layout", "production", "--no_checkpoint_activations", world=32))
+    assert whole["policy"]["activations"] > 10 * use["policy"]["activations"]
+    stays = memory(case("orz-7b", "--layout", "production", "--no_offload", world=32))
+    assert stays["rollout"]["beside"] - use["rollout"]["beside"] == pytest.approx(12 * trained / 32)
+    assert all(max(v for k, v in p.items() if k != "in all") <= p["in all"] <= sum(p.values()) / 2 for p in use.values())
+
+
+# --- batches and seconds
+
+
+def test_the_batches_of_orz_7b():
+    rows = plan.as_dict(plan.sections(case("orz-7b", "--layout", "production", world=32, problems=57000)))
+    batches, run = rows["batches"], rows["run"]
+    assert batches["step"] == 128 * 64 == 8192 and batches["step, an engine"] == 256
+    assert batches["policy update"] == 8192 and batches["critic update"] == pytest.approx(683, abs=0.5)
+    assert batches["critic update, a rank"] == pytest.approx(21.3, abs=0.1) and batches["pack"] == 16384
+    steps = -(-20 * 57000 // 128)
+    assert (run["steps"], run["episodes"], run["policy updates"], run["critic updates"]) == (
+        steps, 8192 * steps, steps, 12 * steps)
+
+
+def test_seconds_scale_as_their_formulas_do():
+    def phases(*argv, **how):
+        return plan.seconds(case("orz-7b", *argv, **how), 256, 2000)
+
+    h100, h200, a100 = (phases(gpu=g, world=32) for g in ("H100", "H200", "A100-80"))
+    assert h100["critic"] == pytest.approx(h200["critic"]) and h200["rollout"] < h100["rollout"]
+    assert a100["policy"] == pytest.approx(h100["policy"] * 989 / 312)
+    assert phases(world=64)["policy"] == pytest.approx(h100["policy"] / 2)
+    assert h100["policy"] > 8 * 7.6e9 * 8192 * 2256 / 32 / 989e12  # all ranks at their peak
+    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # the longest response alone
+    assert h100["step"] == pytest.approx(sum(v for k, v in h100.items() if k != "step"))
+    assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
+
+
+# --- what can't be
+
+
+@pytest.mark.parametrize("how,flag", {
+    "long packs": (dict(argv=("orz-7b", "--pack_len", "262144"), world=32), "--pack_len 8192"),
+    "activations": (dict(argv=("orz-7b", "--no_checkpoint_activations"), world=32), "--checkpoint_activations"),
+    "replicas": (dict(argv=("orz-7b", "--shard_ranks", "1"), world=32), "--shard_ranks 0"),
+    "no offload": (dict(argv=("orz-7b", "--no_offload", "--engine_share", "0.8")), "--offload"),
+    "share": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=32), "--engine_share"),
+    "engine": (dict(argv=("orz-32b", "--tp", "1"), world=64, model="32b", gpu="A100-40"), "--tp"),
+    "ranks": (dict(argv=("orz-7b",), world=1), "ranks on 1 machine"),
+}.values())
+def test_what_cant_fit_is_refused_with_what_would(how, flag):
+    """And it does fit then."""
+    c = case(*how.pop("argv"), **how)
+    assert plan.misfit(c) and "GiB" in plan.misfit(c)
+    words = plan.fix(c)
+    assert flag in words, words
+    if words.startswith("--"):
+        names, _, values = words.replace("--", "").partition(" ")
+        value = {"True": True}.get(values or "True") or type(getattr(c.cfg, names))(values)
+        c = dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, **{names: value}))
+    else:
+        c = dataclasses.replace(c, world=int(words.split()[0]), local=8)
+    assert not plan.misfit(c)
+
+
+def test_the_published_layouts_fit_and_a_debug_one_too():
+    assert not plan.misfit(case("orz-7b", "--layout", "production", world=32))
+    assert not plan.misfit(case("orz-7b", "--layout", "debug", gpu="A100-80", world=8))
+    assert not plan.misfit(case("orz-0.5b-1gpu", world=1, model="0.5b"))
+    assert not plan.misfit(case("orz-32b", world=128, model="32b"))
+
+
+def test_a_machine_with_too_little_memory_is_refused():
+    shape = plan.KNOWN["7b"]
+    small = plan.case_of(PRESETS["tiny-ppo"], 2, (shape, shape), None, local=2, host=16 * plan.GIB)
+    assert "2 ranks share 16.0 GiB" in plan.misfit(small)
+    assert not plan.misfit(dataclasses.replace(small, host=2000 * plan.GIB))
+    hosts = case("orz-7b", "--layout", "production", world=32, host=32 * plan.GIB)
+    assert "machine that has 32.0 GiB" in plan.misfit(hosts)
+
+
+def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
+    """A cache for a million responses of 500,000 tokens: refused on both ranks, in one line, with the flag."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), max_num_seqs=10**6, max_response_len=500_000, pack_len=600_000,
+                              samples_per_prompt=4000)
+    for said in run_ranks(2, run_main, cfg):
+        assert "KV cache" in said and "needed: --max_num_seqs" in said and "\n" not in said
+    assert not (tmp_path / "o" / "metrics.jsonl").exists()
+
+
+# --- in print
+
+
+def command(*argv: str) -> subprocess.CompletedProcess:
+    """`python configs.py …`, its own processor time and the modules it loaded at the end of what it printed to stderr."""
+    code = ("import runpy, resource, sys; sys.path.insert(0, '.'); sys.argv = ['configs.py', *sys.argv[1:]]\n"
+            "try: runpy.run_path('configs.py', run_name='__main__')\n"
+            "finally: u = resource.getrusage(resource.RUSAGE_SELF); print('torch' in sys.modules, u.ru_utime + u.ru_stime, "
+            "file=sys.stderr)")
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                          check=False)
+
+
+def test_the_command_prints_the_plan_at_once_and_without_torch():
+    done = command("orz-7b", "--layout", "production", "--gpu", "H200")
+    torch_there, cpu = done.stderr.split()
+    assert done.returncode == 0 and torch_there == "False" and float(cpu) < 5
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    flat = " ".join(done.stdout.split())
+    for words in ("32 × H200", "7,615,616,512", "128 × 64 = 8192 episodes", "8,192 samples", "683 samples", "12 a step",
+                  "critic_update_steps 12 (ORZ)", "rollout_batch_size", "ppo_mini_batch_size 128", "16,384 tokens", "176.2 GB",
+                  "56 KiB each", "fits: "):
+        assert words in flat, words
+
+
+def test_json_and_text_agree():
+    """Every number of the JSON stands in the text's line of the same section and name, in that line's unit."""
+    said = json.loads(command("orz-7b", "--layout", "production", "--json").stdout)
+    text = command("orz-7b", "--layout", "production").stdout
+    shown, section = {}, ""
+    for line in text.splitlines():
+        section = next((s for s in said if line.startswith(s.upper())), section)
+        shown[section, line[2:24].strip()] = line
+    for section, unit in (("run", 1), ("batches", 1), ("memory", plan.GIB), ("host and disk", 0), ("seconds", 1)):
+        for name, cells in said[section].items():
+            for value in cells.values() if isinstance(cells, dict) else [cells]:
+                size = unit if isinstance(cells, dict) or unit else 1e9 if name.startswith("disk") else plan.GIB
+                x = value / (1 if name.startswith("KV cache,") else size)
+                line = shown[section, name]
+                assert x == 0 or f"{x:,.1f}" in line or f"{x:,.0f}" in line, (section, name, x)
+    assert said["verdict"] in " ".join(text.split()) and said["config"]["critic_updates"] == 12
+
+
+def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path):
+    folder = make_model(tmp_path / "m")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 40)
+    said = json.loads(command("tiny-ppo", "--model", folder, "--data", f"{tmp_path}/d.jsonl", "--epochs", "4", "--json").stdout)
+    real = sum(p.numel() for p in model.load_policy(folder).parameters())
+    assert said["run"]["policy parameters"] == real and said["run"]["steps"] == 5 and "seconds" not in said
+    for argv, words in ((("--model", "/no/such"), "no /no/such/config.json"), (("--gpu", "H1000"), "did you mean H100")):
+        done = command("orz-7b", *argv)
+        assert done.returncode and words in done.stderr and done.stdout == ""
