@@ -37,6 +37,7 @@ if __name__ == "__main__":  # before torch is imported: --help and typing mistak
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import ckpt
 import dist
@@ -185,8 +186,7 @@ def prepare(cfg: Config) -> Run:
     elsewhere = found is not None and found.parent.parent != out
     saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
-    for row in plan(cfg, world.size).items():
-        log.say("{:30} {}".format(*row))
+    log.plan(plan(cfg, world.size))
     if found:
         log.say(f"resumed after {start} steps from {found}")
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
@@ -236,13 +236,17 @@ def share(problems: Sequence[Problem], engine: Engine) -> dict[int, Problem]:
 def sample_step(run: Run, step: int) -> tuple[Sequence[Problem], list[Sample]]:
     """The step's problems, and this rank's graded samples of them, ordered by (slot, index)."""
     cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
-    samples = rollout(run.engine, run.grader, share(batch, run.engine), cfg.samples_per_prompt, cfg.temperature,
-                      cfg.max_response_len, (cfg.seed, TRAIN, step), step, cfg.answer_kind, partial(asked, cfg))
+    mine = share(batch, run.engine)
+    with run.log.bar("Rollout", len(mine) * cfg.samples_per_prompt) as bar:
+        samples = rollout(run.engine, run.grader, mine, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                          (cfg.seed, TRAIN, step), step, cfg.answer_kind, partial(asked, cfg, bar))
     return batch, samples
 
 
-def asked(cfg: Config) -> bool:
-    """Whether this rank may leave sampling early: it was asked to stop, and no other waits for its engine's part."""
+def asked(cfg: Config, bar: tqdm) -> bool:
+    """Called at each response: whether this rank may leave sampling early, for it was asked to stop and no other waits for its
+    engine's part. Moves the bar."""
+    bar.update()
     return bool(dist.ASKED) and cfg.tp == 1
 
 
@@ -251,7 +255,8 @@ def evaluate_all(run: Run, step: int) -> dict[str, float]:
     cfg, metrics, rows, k = run.cfg, {}, [], run.cfg.eval_samples
     for which, (name, problems) in enumerate(run.held_out.items()):
         part = share(problems, run.engine)
-        samples, score = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg))
+        with run.log.bar(f"Eval {name}", len(part) * k) as bar:
+            samples, score = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar))
         total = Score(*dist.all_sum(torch.tensor(list(asdict(score).values()), dtype=torch.float64)).tolist())
         if not total.samples:  # asked to stop
             continue
@@ -352,7 +357,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
     """The step's critic updates: values towards the returns."""
     updates = updates_of(parts, cfg.critic_updates)
-    with log.bar("Critic Train", sum(map(len, updates))) as bar:
+    with log.bar("Critic Train epoch [1/1]", sum(map(len, updates))) as bar:
         for i, packs in enumerate(updates):
             tokens, _ = counts(packs)
             lr = cfg.lr("critic", step, i)
@@ -371,7 +376,7 @@ def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
 def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
     """The step's policy updates."""
     updates = updates_of(parts, cfg.policy_updates)
-    with log.bar("Actor Train", sum(map(len, updates))) as bar:
+    with log.bar("Actor Train epoch [1/1]", sum(map(len, updates))) as bar:
         for i, packs in enumerate(updates):
             tokens, responses = counts(packs)
             lr = cfg.lr("policy", step, i)
@@ -439,7 +444,7 @@ def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, m
         who.optimizer.step()
     else:
         kept = log.dump(f"nonfinite/step_{step:06d}_{who.name}", packs)
-        log.alarm(f"step {step}: the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}")
+        log.alarm(f"the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}", step)
     who.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{who.name}", norm if finite else 0.0, finite)
     meter.add(f"lr/{who.name}", lr, 1)
