@@ -431,13 +431,16 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; m
 h1, h2, h3 { line-height: 1.2; margin: 1.6em 0 .5em } h1 { margin-top: .3em; overflow-wrap: anywhere } h3 { font-size: 1em }
 .grid { display: grid; gap: 10px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)) }
 img { width: 100%; height: auto }
-table { border-collapse: collapse; width: 100% } td, th { overflow-wrap: anywhere; vertical-align: top; text-align: left;
-  padding: 3px 8px 3px 0; border-bottom: 1px solid #ddd } td.n, th.n { text-align: right; overflow-wrap: normal }
-small { color: #555; display: block } summary { cursor: pointer; font-weight: 600; padding: 6px 0 }
-article { border: 1px solid #ccc; border-left: 6px solid; border-radius: 4px; padding: 6px 10px; min-width: 0 }
+table { border-collapse: collapse; width: 100%; max-width: 860px } tr { border-top: 1px solid #ddd }
+td, th { overflow-wrap: anywhere; vertical-align: top; text-align: left; padding: 3px 8px 3px 0 }
+.n { text-align: right; white-space: nowrap } .small { border: 0; font-size: 13px; color: #555 } .small td { padding-top: 0 }
+small { color: #555; display: block; white-space: pre-wrap; overflow-wrap: anywhere }
+summary { cursor: pointer; font-weight: 600; padding: 6px 0 }
+article { border: 1px solid #ccc; border-left: 6px solid; border-radius: 4px; padding: 6px 10px; min-width: 0;
+  overflow-wrap: anywhere }
 .right { border-left-color: #18794e; background: #f1faf4 } .wrong { border-left-color: #c62a2f; background: #fdf3f3 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; font: 13px/1.45 ui-monospace, monospace; max-height: 24em;
-  overflow-y: auto } .alarm { border-left-color: #ad5700; background: #fff8ec; margin: 6px 0; overflow-wrap: anywhere }
+  overflow-y: auto } .alarm { border-left-color: #ad5700; background: #fff8ec; margin: 6px 0 }
 @media (max-width: 600px) { body { font-size: 14px; padding: 8px 10px } td, th { font-size: 13px; padding-right: 5px } }
 </style>
 <h1>$title</h1>
@@ -456,8 +459,9 @@ def report(run: Path) -> Path:
     metrics, means = [], glossary()
     for key in keys_of(rows, "(?!step$).*"):
         seen = [r[key] for r in rows if key in r]
-        meaning = next((text for pattern, text in means if re.search(f"(^|/){pattern}$", key)), "")
-        metrics.append((f"{key}\n{meaning}", *(f"{v:.4g}" for v in (seen[0], seen[-1], min(seen), max(seen)))))
+        fitting = [pattern for pattern in means if re.search(f"(^|/){pattern}$", key)]
+        metrics.append((f"{key}\n{means.get(max(fitting, key=len, default=''), '')}",
+                        *(f"{v:.3g}" for v in (seen[0], seen[-1], min(seen), max(seen)))))
     body = [
         html_table(None, summary(rows, config).items()),
         "<h2>Alarms</h2>", *(raised or ["<p>None was raised.</p>"]),
@@ -490,9 +494,10 @@ def timings(rows: Sequence[Mapping]) -> Iterator[tuple[str, ...]]:
     """Seconds of each phase over the run, a step that had it, and its share."""
     rows = [r for r in rows if "time/step" in r]
     total = sum(r["time/step"] for r in rows) or 1.0
-    for key in keys_of(rows, "time/.*"):
+    for key in keys_of(rows, "time/(?!step).*") + ["time/step"]:
         seen = [r[key] for r in rows if key in r]
-        yield key.removeprefix("time/"), f"{sum(seen):.1f}", f"{sum(seen) / len(seen):.2f}", f"{sum(seen) / total:.0%}"
+        name = key.removeprefix("time/").replace("step", "whole steps")
+        yield name, f"{sum(seen):.1f}", f"{sum(seen) / max(len(seen), 1):.2f}", f"{sum(seen) / total:.0%}"
 
 
 def texts(run: Path) -> Iterator[str]:
@@ -530,33 +535,30 @@ def some_steps(folder: Path) -> Iterator[tuple[int, list[dict]]]:
 def card(r: Mapping[str, Any], head: str) -> str:
     """A graded sample as a box, right or wrong by colour, sign and word."""
     right, answer = r["reward"] > 0, r["answer"] or "none"
-    facts = f"{'✓' if right else '✗'} {r['reason']}, reward {r['reward']:g}, answer {answer}, {r['tokens']} tokens"
-    return (f'<article class="{"right" if right else "wrong"}"><small style="white-space:pre-wrap">{escape(head)}</small>'
-            f"<b>{escape(facts)}</b><pre>{escape(r['response'])}</pre></article>")
+    facts = f"answer {answer}, reward {r['reward']:g}, {r['tokens']} tokens"
+    return (f'<article class="{"right" if right else "wrong"}"><small>{escape(head)}</small><b>{"✓" if right else "✗"} '
+            f"{escape(r['reason'])}</b> {escape(facts)}<pre>{escape(r['response'])}</pre></article>")
 
 
 def html_table(head: Sequence[str] | None, rows: Iterable[Sequence[str]]) -> str:
     """Cells are escaped; all but a row's first are numbers where there is a head; what follows a line's end is small print."""
-    kind = ' class="n"' if head else ""
-
-    def line(cells: Sequence[str], tag: str) -> str:
+    kind, lines = ' class="n"' if head else "", []
+    for cells, tag in [*([(head, "th")] if head else []), *((r, "td") for r in rows)]:
         first, _, small = cells[0].partition("\n")
-        return (f"<tr><{tag}>{escape(first)}{f'<small>{escape(small)}</small>' if small else ''}</{tag}>"
-                + "".join(f"<{tag}{kind}>{escape(c)}</{tag}>" for c in cells[1:]) + "</tr>")
+        lines.append(f"<tr><{tag}>{escape(first)}</{tag}>" + "".join(f"<{tag}{kind}>{escape(c)}</{tag}>" for c in cells[1:]))
+        if small:
+            lines.append(f'<tr class="small"><td colspan="{len(cells)}">{escape(small)}')
+    return "<table>" + "\n".join(lines) + "</table>"
 
-    return "<table>" + "\n".join(([line(head, "th")] if head else []) + [line(r, "td") for r in rows]) + "</table>"
 
-
-def glossary() -> list[tuple[str, str]]:
-    """(pattern of the end of a metric's name, meaning) by the README's tables, if it lies beside this file."""
-    readme = Path(__file__).with_name("README.md")
-    found = []
+def glossary() -> dict[str, str]:
+    """Pattern of the end of a metric's name -> meaning, by the README's tables, where it lies beside this file."""
+    readme, found = Path(__file__).with_name("README.md"), {}
     for line in readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else ():
         cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)]
-        if len(cells) == 4 and cells[1].startswith("`"):
-            text = cells[2].replace("`", "").replace("\\|", "|")
-            found += [(re.sub("<.+?>", "[^/]+", re.escape(name.lstrip("/"))).replace("@k", r"@\d+"), text)
-                      for name in re.findall("`(.+?)`", cells[1])]
+        for name in re.findall("`(.+?)`", cells[1]) if len(cells) == 4 and cells[1].startswith("`") else ():
+            pattern = re.sub("<.+?>", "[^/]+", re.escape(name.lstrip("/"))).replace("@k", r"@\d+")
+            found.setdefault(pattern, cells[2].replace("`", "").replace("\\|", "|"))
     return found
 
 
