@@ -400,6 +400,15 @@ def as_dict(plan: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, Any]]:
     return {section: {name: row.value for name, row in rows.items() if row.value is not None} for section, rows in plan.items()}
 
 
+def as_text(plan: Mapping[str, Mapping[str, Row]]) -> dict[str, str]:
+    """The plan as a table of two columns, for the report."""
+    def cell(r: Row) -> str:
+        shown = ", ".join(f"{k} {v}" for k, v in r.shown.items()) if isinstance(r.shown, dict) else r.shown.strip()
+        return "; ".join(x for x in (shown, r.note) if x)
+
+    return {f"{section}: {name}": cell(row) for section, rows in plan.items() for name, row in rows.items()}
+
+
 def lines(plan: Mapping[str, Mapping[str, Row]], width: int = 80) -> Iterator[str]:
     """The plan as text: name, numbers, notes that wrap in a column of their own."""
     for section, rows in plan.items():

@@ -37,6 +37,7 @@ if __name__ == "__main__":  # before torch is imported: --help and typing mistak
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import ckpt
 import dist
@@ -189,7 +190,7 @@ def prepare(cfg: Config) -> Run:
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
     cfg = cfg.with_steps(epoch_len(problems))
-    check_plan(cfg, world, epoch_len(problems), say)
+    told = check_plan(cfg, world, epoch_len(problems), say)
     grader = make_grader(cfg)
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     policy, critic, ref = load_models(cfg, world)
@@ -201,22 +202,26 @@ def prepare(cfg: Config) -> Run:
     elsewhere = found is not None and found.parent.parent != out
     saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
+    log.plan(told)
     if found:
         log.say(f"resumed after {start} steps from {found}")
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
 
 
-def check_plan(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> None:
-    """Print the plan for the devices that are there. Raises UserError, the same on every rank, where it can't fit them."""
+def check_plan(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
+    """Print the plan for the devices that are there, and return it for the report. Raises UserError, the same on every rank,
+    where it can't fit them."""
     cuda = world.device.type == "cuda"
     seen = (torch.cuda.mem_get_info()[1] if cuda else 0, plan.host_memory())
     memory, host = (min(x) for x in zip(*dist.gather(seen), strict=True))
     case = plan.case_of(cfg, world.size, ckpt.shapes(cfg), plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None,
                         local=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), host=host, problems=problems)
-    say("\n".join(plan.lines(plan.sections(case))))
+    rows = plan.sections(case)
+    say("\n".join(plan.lines(rows)))
     lack = plan.misfit(case)
     need(not lack, lack, lack and plan.fix(case))
     say(f"\n{plan.verdict(case)}\n")
+    return plan.as_text(rows)
 
 
 def make_grader(cfg: Config) -> Grader:
@@ -275,8 +280,9 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
 
     def draw(problems: dict[int, Problem], *key: int) -> list[Sample]:
-        found = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                        (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg))
+        with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt) as bar:
+            found = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                            (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg, bar))
         return [shape(s, cfg) for s in found]
 
     samples = draw(share(batch, run.engine))
@@ -322,8 +328,10 @@ def group(samples: Sequence[Sample], cfg: Config) -> list[list[Sample]]:
     return [list(samples[i:i + n]) for i in range(0, len(samples), n)]
 
 
-def asked(cfg: Config) -> bool:
-    """Whether this rank may leave sampling early: it was asked to stop, and no other waits for its engine's part."""
+def asked(cfg: Config, bar: tqdm) -> bool:
+    """Called at each response: whether this rank may leave sampling early, for it was asked to stop and no other waits for its
+    engine's part. Moves the bar."""
+    bar.update()
     return bool(dist.ASKED) and cfg.tp == 1
 
 
@@ -332,7 +340,9 @@ def evaluate_all(run: Run, step: int) -> dict[str, float]:
     cfg, meter, rows = run.cfg, Meter(), []
     for which, (name, problems) in enumerate(run.held_out.items()):
         part = share(problems, run.engine)
-        samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg))
+        n = cfg.eval_samples[which % len(cfg.eval_samples)]
+        with run.log.bar(f"Eval {name}", len(part) * n) as bar:
+            samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar))
         for k, (total, count) in scores.items():
             meter.add(f"eval/{name}/{k}", total, count)
         rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
@@ -421,7 +431,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
     """The step's critic updates: values towards the returns."""
     updates = updates_of(parts, cfg.critic_updates)
-    with log.bar("Critic Train", sum(map(len, updates))) as bar:
+    with log.bar("Critic Train epoch [1/1]", sum(map(len, updates))) as bar:
         for i, packs in enumerate(updates):
             tokens, _ = counts(packs)
             lr = cfg.lr("critic", step, i)
@@ -440,7 +450,7 @@ def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
 def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
     """The step's policy updates."""
     updates = updates_of(parts, cfg.policy_updates)
-    with log.bar("Actor Train", sum(map(len, updates))) as bar:
+    with log.bar("Actor Train epoch [1/1]", sum(map(len, updates))) as bar:
         for i, packs in enumerate(updates):
             tokens, responses = counts(packs)
             lr = cfg.lr("policy", step, i)
@@ -508,7 +518,7 @@ def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, m
         who.optimizer.step()
     else:
         kept = log.dump(f"nonfinite/step_{step:06d}_{who.name}", packs)
-        log.alarm(f"step {step}: the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}")
+        log.alarm(f"the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}", step)
     who.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{who.name}", norm if finite else 0.0, finite)
     meter.add(f"lr/{who.name}", lr, 1)
