@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, UserError, check_ranks, parse, plan
+from configs import Config, UserError, check_ranks, need, parse, plan
 
 if __name__ == "__main__":  # before torch is imported: --help and typing mistakes are answered at once
     try:
@@ -46,7 +46,7 @@ from data import Pack, Problem, Sample, assign, batch_at, fingerprint, load_prob
 from log import Logger, Meter, story
 from model import load_critic, load_policy, load_tokenizer, logprobs, values
 from reward import REASONS, Grader
-from rollout import TRAIN, Engine, Score, VLLMEngine, evaluate, make_engine, rollout
+from rollout import TRAIN, Engine, Score, VLLMEngine, check_prompts, evaluate, make_engine, rollout, selfcheck
 
 SHOWN = 8  # prompts of a step whose samples go to samples/
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, by the datasheets, a second
@@ -139,9 +139,12 @@ def train(run: Run) -> bool:
         if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
             with dist.phase("save"):
                 log.alarm(run.saver.save(step + 1))
-        metrics |= report(meter, cfg, world, began)
+        metrics |= report(meter, cfg, world, engine, began)
         log.step(step, metrics)
+        if cfg.verbose:
+            log.say(engine.ledger.table())
         check_gap(metrics, cfg)
+        log.alarm(engine.ledger.news(metrics["mem/residual_gb"]))
         log.alarm(run.saver.news())
         if dist.stop_asked():
             return stop(run, step + 1)
@@ -182,14 +185,34 @@ def prepare(cfg: Config) -> Run:
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
     found = ckpt.find(out, cfg.resume)
     start = ckpt.resume(found, models, facts) if found else 0
+    agreed = check_engine(engine, policy, problems, world, cfg) if cfg.selfcheck and isinstance(engine, VLLMEngine) else ""
     elsewhere = found is not None and found.parent.parent != out
     saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
     for row in plan(cfg, world.size).items():
         log.say("{:30} {}".format(*row))
+    if agreed:
+        log.say(agreed)
     if found:
         log.say(f"resumed after {start} steps from {found}")
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
+
+
+def check_engine(engine: Engine, policy: Trainee, problems: Sequence[Problem], world: dist.World, cfg: Config) -> str:
+    """A line about the agreement of engine and trainer. Raises UserError, the same on every rank, where there is none."""
+    def trainers(samples: Sequence[Sample], temperature: float) -> Tensor:
+        p = pack(samples).to(world.device)
+        with dist.resident(policy.model, None, world.device, cfg.offload):
+            return frozen(logprobs, policy.model, p, temperature)[0][p.mask]
+
+    with dist.phase("selfcheck"):
+        found = dist.gather(selfcheck(engine, partial(dist.full_weights, policy.model, world.device), trainers,
+                                      check_prompts(problems, cfg)))
+    dist.times()  # the seconds aren't the first step's
+    wrong = next((f"on rank {rank}, {said}" for rank, (said, _) in enumerate(found) if said), "")
+    need(not wrong, f"self-check: {wrong}", "that put right, or --no-selfcheck to train on it all the same")
+    return f"self-check: engine and trainer agree to {max(gap for _, gap in found):.1e} nats a token"
+
 
 def make_grader(cfg: Config) -> Grader:
     """Grading processes beside this rank, with the user's own function if there is one."""
@@ -470,7 +493,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], model: nn.Module, c
         meter.add(f"grade/{reason}", reasons[reason], n)
 
 
-def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[str, float]:
+def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:
     """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
     m = meter.reduce(dist.all_sum, dist.all_max)
     if "returns²" in m:
@@ -480,6 +503,8 @@ def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[s
     if m.get("tis²"):
         m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
     seconds = time.perf_counter() - began
+    ledger = engine.ledger.metrics()
+    m |= dict(zip(ledger, dist.all_max(torch.tensor(list(ledger.values()), dtype=torch.float64)).tolist(), strict=True))
     m |= {f"time/{k}": v for k, v in dist.times().items()} | {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
     m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
