@@ -19,7 +19,6 @@ import itertools
 import os
 import resource
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,7 +129,7 @@ class Engine:
         self.tokenizer, self.cfg, self.dtype = tokenizer, cfg, dtype
         self.config = load_config(path)
         with torch.device("meta"):
-            self.names = frozenset(n for n, _ in Policy(self.config).named_parameters())
+            self.names = [n for n, _ in Policy(self.config).named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
         self.version: int | None = None  # of the weights it holds; None while asleep
         self.taken = False  # by someone's `with engine.awake`
@@ -158,22 +157,20 @@ class Engine:
             self.taken = False
 
     def arriving(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they come, counted. Nothing is said before their end, for the ranks gather them together."""
-        self.arrived: Counter[str] = Counter()
-        self.ledger.bytes = 0
+        """The weights as they come, ticked off. Raises RuntimeError for one that comes twice or is none of the model's."""
+        self.missing, self.ledger.bytes = dict.fromkeys(self.names), 0
         for name, tensor in weights:
-            self.arrived[name] += 1
+            if name not in self.missing:
+                raise RuntimeError(f"{name} came twice" if name in self.names else f"the model has no parameter {name}")
+            del self.missing[name]
             self.ledger.bytes += tensor.nbytes
             yield name, tensor
 
     def check_arrived(self) -> None:
-        """Raises RuntimeError unless every parameter of the model has arrived, once, and nothing else."""
-        wrong = {"missing": sorted(self.names - set(self.arrived)), "unknown": sorted(set(self.arrived) - self.names),
-                 "sent more than once": sorted(n for n, k in self.arrived.items() if k > 1)}
-        said = [f"{len(names)} {what} ({', '.join(names[:3])}{', …' * (len(names) > 3)})"
-                for what, names in wrong.items() if names]
-        if said:
-            raise RuntimeError(f"of {len(self.names)} parameters that a sync brings: {'; '.join(said)}")
+        """Raises RuntimeError unless every parameter of the model has arrived."""
+        if self.missing:
+            raise RuntimeError(f"{len(self.missing)} of {len(self.names)} parameters did not come: "
+                               f"{', '.join([*self.missing][:3])}{', …' * (len(self.missing) > 3)}")
 
     @contextlib.contextmanager
     def blamed(self, doing: str) -> Iterator[None]:
@@ -277,8 +274,7 @@ class TorchEngine(Engine):
             have = dict(self.policy.named_parameters())
             with torch.no_grad():
                 for name, tensor in self.arriving(weights):
-                    if name in have:
-                        have[name].copy_(tensor)
+                    have[name].copy_(tensor)
             self.check_arrived()
             self.ledger.mark("sync")
             self.ledger.mark("awake")
@@ -422,7 +418,6 @@ class VLLMEngine(Engine):
                            distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                            load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
         torch.set_rng_state(rng)  # LLM() reseeds every generator
-        self.ledger.mark("made")
         self._sleep()
 
     @contextlib.contextmanager
@@ -450,14 +445,17 @@ class VLLMEngine(Engine):
                     self.ledger.mark("awake")
                 self.version = version
                 yield self
-            finally:
-                self.version = None
-                self.ledger.mark("sampled")
-                self._sleep()
+            except BaseException:
+                with contextlib.suppress(Exception):  # what failed first is what to tell
+                    self._sleep()
+                raise
+            self._sleep()
 
     def _sleep(self) -> None:
         """Drop requests, give the memory back, and note what was kept. An engine that has woken in part only, for something
         failed, can't: it is left as it is."""
+        self.version = None
+        self.ledger.mark("sampled")
         engine = self.llm.llm_engine
         with self.blamed("to fall asleep"):
             if engine.has_unfinished_requests():
@@ -571,8 +569,8 @@ def selfcheck(engine: Engine, weights: Callable[[], Iterable[tuple[str, Tensor]]
     Greedy and sampled responses to the prompts (slot -> tokens): after a first sync; after sleeping and waking; to the prompts
     read backwards, new to a prefix cache, after a sync of halved weights; and to those after one of the right weights. The
     engine's log-probs must be the trainer's, `logprobs(samples, temperature)` (total tokens,), except that halved weights must
-    change them. `weights()` is the stream that `awake` takes. All ranks run all of it, whatever they find. Draws on no other
-    randomness than its own.
+    change them. `weights()` is the stream that `awake` takes. All ranks run all of it, whatever they find. What is drawn here
+    hangs on a key of its own, so the run is what it is without.
     """
     cfg, limit, gaps = engine.cfg, TOLERANCE[engine.dtype], [0.0]
     temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
