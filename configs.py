@@ -69,6 +69,7 @@ class Config:
     eval_response_len: int = 0  # tokens of a response in evaluation; 0: --max_response_len
     grade_workers: int = 1  # grading processes beside each rank
     grade_deadline: float = 5.0  # seconds of work that one answer may cost
+    selfcheck: bool = True  # before the first step: does vllm sample from the very policy that is trained?
 
     # --- optimizers: AdamW with fp32 masters and state
     policy_lr: float = 1e-6  # learning rate after warm-up
@@ -112,6 +113,7 @@ class Config:
     grace: float = 25.0  # seconds to save and leave after SIGTERM or SIGUSR1
     stall_limit: float = 3600.0  # seconds that one phase may take before every rank prints its stack and ends
     max_logp_gap: float = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
+    verbose: bool = False  # show the memory ledger at each step, and what vllm says when it starts
 
     def __post_init__(self) -> None:
         """Raises UserError, in one line, for what can't work together."""
@@ -242,7 +244,8 @@ MAY_CHANGE = {
     "out", "resume", "data", "data_weights", "template", "steps", "epochs", "total_episodes", "eval_data", "eval_every",
     "eval_samples", "eval_temperature", "eval_response_len", "save_every", "keep", "keep_best", "grace", "stall_limit",
     "max_logp_gap", "critic_model", "engine", "engine_share", "max_num_seqs", "tp", "grade_workers", "grade_deadline",
-    "layout", "ranks", "device", "dtype", "shard_ranks", "checkpoint_activations", "offload", "pack_len"}
+    "layout", "ranks", "device", "dtype", "shard_ranks", "checkpoint_activations", "offload", "pack_len",
+    "selfcheck", "verbose"}
 
 
 def changed(old: dict, new: dict) -> list[str]:

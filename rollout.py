@@ -9,22 +9,25 @@
 `TorchEngine` is plain PyTorch with a static KV cache and needs nothing else: the default on a CPU. `VLLMEngine` lives
 inside the training rank, has the device while it is awake and gives it back asleep. All contact with vLLM is here.
 
-Weights come only through `awake`, and `generate` refuses to run on any other version than it is told: stale weights are
-the costliest silent fault of such systems. Randomness is counted: a sample depends on (key, slot, index) and on nothing
-that was drawn before it.
+Weights come only through `awake`, each exactly once, and `generate` refuses to run on any other version than it is told:
+stale weights are the costliest silent fault of such systems. `selfcheck` proves before the first step that what is synced
+is what speaks. Randomness is counted: a sample depends on (key, slot, index) and on nothing that was drawn before it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import math
 import os
+import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +40,107 @@ from data import Problem, Sample
 from model import Policy, Segments, load_config, logits_fp32
 from reward import Grader
 
-TRAIN, EVAL = 1, 2  # streams of randomness
+TRAIN, EVAL, CHECK = 1, 2, 3  # streams of randomness
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the ledger, in GiB."""
+
+    held: float  # of the device, by everyone; on a CPU: of the host, by this process
+    free: float
+    allocated: float  # by torch's tensors; a sleeping engine's are counted, though nothing backs them
+    reserved: float  # by torch's allocator
+    seconds: float  # since the line before
+
+
+class Ledger:
+    """What the device holds at each transition of an engine's last wake, and what the engine keeps of it asleep. Made before
+    the engine is."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device, self.rows, self.at = torch.device(device), {}, time.perf_counter()
+        self.bytes = 0  # of the weights that came
+        self.mark("before")
+        self.residual, self.least = 0.0, float("inf")  # GiB; the least is of all wakes
+
+    def mark(self, stage: str) -> None:
+        """Note what is held now that `stage` is done. Waits for the device."""
+        allocated = reserved = 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            held, allocated, reserved = total - free, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        else:
+            now, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+            if now.is_file():
+                held, free = int(now.read_text().split()[1]) * page, os.sysconf("SC_AVPHYS_PAGES") * page
+            else:  # not Linux: the peak
+                held, free = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+        was, self.at = self.at, time.perf_counter()
+        self.rows[stage] = Row(*(x / 2**30 for x in (held, free, allocated, reserved)), self.at - was)
+
+    def begin(self) -> None:
+        """A wake begins: what torch has cached goes back to the device, and what the trainer still holds is noted."""
+        free_cache(self.device)
+        self.rows.clear()
+        self.mark("trainer")
+
+    def end(self) -> None:
+        """The engine sleeps again: what is held more than before it woke (at first: before it was made) it has kept."""
+        first = next(iter(self.rows.values()))
+        free_cache(self.device)
+        self.mark("asleep")
+        self.residual += self.rows["asleep"].held - first.held
+
+    def metrics(self) -> dict[str, float]:
+        """The last wake in numbers (GiB, seconds)."""
+        seconds = {stage: row.seconds for stage, row in self.rows.items()}
+        return {f"mem/{stage}_gb": self.rows[stage].held for stage in ("trainer", "awake", "asleep")} | {
+            "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
+            "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
+
+    def table(self) -> str:
+        """The last wake, a line a transition."""
+        lines = ["memory (GiB)    held    free   torch: allocated  reserved   seconds"]
+        lines += [f"  {stage:10} {r.held:9.3f} {r.free:7.2f} {r.allocated:18.3f} {r.reserved:9.3f} {r.seconds:9.3f}"
+                  for stage, r in self.rows.items()]
+        return "\n".join([*lines, f"  kept by the engine asleep: {self.residual:.3f}"])
+
+    def news(self, residual: float) -> str:
+        """A warning at each GiB by which `residual` (mem/residual_gb) has outgrown its least."""
+        grown = residual - self.least
+        self.least = min(self.least, residual) if grown < 1 else residual
+        return "" if grown < 1 else (
+            f"the sleeping engine keeps {residual:.1f} GiB of the device, {grown:.1f} more than it did: it will run out of "
+            "memory; smaller --engine_share or --pack_len leave it more room, and the same command again starts afresh "
+            "from the last checkpoint; --verbose shows where it grows")
+
+
+def free_cache(device: torch.device) -> None:
+    """Give what torch's allocator has cached back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- what both engines share
 
 
 class Engine:
-    """What both engines share: versions, what ends a response, and how a Sample is made."""
+    """What both engines share: versions, what must arrive, what ends a response, and how a Sample is made."""
 
-    def __init__(self, path: str, tokenizer: Any, cfg: Config) -> None:
-        self.tokenizer, self.cfg = tokenizer, cfg
+    def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.tokenizer, self.cfg, self.dtype = tokenizer, cfg, dtype
         self.config = load_config(path)
+        with torch.device("meta"):
+            self.names = [n for n, _ in Policy(self.config).named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
         self.version: int | None = None  # of the weights it holds; None while asleep
+        self.taken = False  # by someone's `with engine.awake`
+        self.ledger = Ledger(device)
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.group, self.groups, self.place = rank // cfg.tp, world // cfg.tp, rank % cfg.tp  # engine, of how many, seat in it
 
@@ -56,6 +149,48 @@ class Engine:
         if self.version != version:
             raise RuntimeError(f"the engine holds weights of step {self.version} and was asked for step {version}; "
                                "generate inside `with engine.awake(full_weights(policy), version=step)`")
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One wake at a time. Raises RuntimeError inside another."""
+        if self.taken:
+            raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
+                               "leave that `with engine.awake(…)` first")
+        self.taken = True
+        self.ledger.begin()
+        try:
+            yield
+        finally:
+            self.taken = False
+
+    def arriving(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they come, ticked off. Raises RuntimeError for one that comes twice or is none of the model's."""
+        self.missing, self.ledger.bytes = dict.fromkeys(self.names), 0
+        for name, tensor in weights:
+            if name not in self.missing:
+                raise RuntimeError(f"{name} came twice" if name in self.names else f"the model has no parameter {name}")
+            del self.missing[name]
+            self.ledger.bytes += tensor.nbytes
+            yield name, tensor
+
+    def check_arrived(self) -> None:
+        """Raises RuntimeError unless every parameter of the model has arrived."""
+        if self.missing:
+            raise RuntimeError(f"{len(self.missing)} of {len(self.names)} parameters did not come: "
+                               f"{', '.join([*self.missing][:3])}{', …' * (len(self.missing) > 3)}")
+
+    @contextlib.contextmanager
+    def blamed(self, doing: str) -> Iterator[None]:
+        """What fails inside is told as the engine's fault, with the ledger."""
+        try:
+            yield
+        except Exception as e:
+            words = (str(e).strip().splitlines() or [""])[0]
+            fix = ""
+            if isinstance(e, torch.OutOfMemoryError) or "out of memory" in words.lower():
+                fix = (f"\nneeded: a smaller --engine_share ({self.cfg.engine_share}) where the trainer's state or other "
+                       f"processes are in the way, fewer --max_num_seqs ({self.cfg.max_num_seqs}) where sampling itself is")
+            raise RuntimeError(f"the engine failed {doing}: {type(e).__name__}: {words}\n{self.ledger.table()}{fix}") from e
 
     def sample(self, slot: int, index: int, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
@@ -128,7 +263,7 @@ class TorchEngine(Engine):
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(path, tokenizer, cfg)
+        super().__init__(path, tokenizer, cfg, device, dtype)
         with torch.device("meta"):
             policy = Policy(self.config)
         self.policy = policy.to(dtype).to_empty(device=device).requires_grad_(False).eval()
@@ -137,20 +272,27 @@ class TorchEngine(Engine):
         self.device = device
         self.ends = torch.tensor(sorted(self.eos), device=device)
         self.may_stop = torch.tensor(_may_end(tokenizer, self.config.vocab_size, cfg.stop), device=device)
+        self.ledger.end()
 
     @contextlib.contextmanager
     def awake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[TorchEngine]:
-        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside."""
-        have = dict(self.policy.named_parameters())
-        with torch.no_grad():
-            for name, tensor in weights:
-                have.pop(name).copy_(tensor)
-        assert not have, f"weights not sent: {sorted(have)[:3]}"
-        self.version = version
-        try:
-            yield self
-        finally:
-            self.version = None
+        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside. Raises
+        RuntimeError for weights that are missing, doubled or unknown, and inside another `awake`."""
+        with self.turn():
+            have = dict(self.policy.named_parameters())
+            with torch.no_grad():
+                for name, tensor in self.arriving(weights):
+                    have[name].copy_(tensor)
+            self.check_arrived()
+            self.ledger.mark("sync")
+            self.ledger.mark("awake")
+            self.version = version
+            try:
+                yield self
+            finally:
+                self.version = None
+                self.ledger.mark("sampled")
+                self.ledger.end()
 
     @torch.inference_mode()
     def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
@@ -268,50 +410,71 @@ def _may_end(tokenizer: Any, vocabulary: int, stop: Sequence[str]) -> list[bool]
 
 
 class VLLMEngine(Engine):
-    """vLLM inside the rank. `awake` owns the choreography: wake the weights' memory, stream the weights layer by layer, wake
-    the KV cache, forget cached prefixes; on leaving, drop requests and sleep at level 2, which keeps no weights: they
-    come anew each step. Tested with vLLM 0.26 to 0.32."""
+    """vLLM inside the rank. `awake` owns the choreography: only it wakes the engine and gives it weights, and only `_sleep`
+    puts it to sleep, at level 2, which keeps none: they come anew each step. For vLLM 0.26 to 0.32."""
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(path, tokenizer, cfg)
-        self.cuda = torch.device(device).type == "cuda"
+        super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True) if self.cuda
+        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True) if self.ledger.device.type == "cuda"
                   else dict(kv_cache_memory_bytes=2**28))
         rng = torch.get_rng_state()
-        with contextlib.ExitStack() as quiet:
-            if not os.environ.get("TORZ_VERBOSE"):
-                quiet.enter_context(_muted())
+        with self.blamed("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                            max_num_seqs=cfg.max_num_seqs, seed=self.group, tensor_parallel_size=cfg.tp,
                            distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                            load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
         torch.set_rng_state(rng)  # LLM() reseeds every generator
-        self.llm.sleep(level=2)
+        self._sleep()
 
     @contextlib.contextmanager
     def awake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[VLLMEngine]:
-        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside."""
-        if self.cuda:
-            torch.cuda.empty_cache()
-        self.llm.wake_up(tags=["weights"])
-        # vLLM takes a tied embedding in only at the very end, when FSDP has long freed what was yielded.
-        tied = self.config.tie_word_embeddings
-        stream = ((n, t.clone() if tied and n.endswith("embed_tokens.weight") else t) for n, t in weights)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self.llm.apply_model(_repack_tied_head)
-        self.llm.wake_up(tags=["kv_cache"])
-        assert self.llm.reset_prefix_cache() is not False, "vLLM would not forget its cached prefixes"
-        self.version = version
-        try:
-            yield self
-        finally:
-            self.version = None
-            engine = self.llm.llm_engine
+        """Take the weights (name, whole tensor), every one of them once, and be able to generate while inside. Raises
+        RuntimeError for weights that are missing, doubled or unknown, and inside another `awake`."""
+        with self.turn():
+            try:
+                with self.blamed(f"to take the weights of step {version}"):
+                    self.llm.wake_up(tags=["weights"])
+                    self.ledger.mark("weights")
+                    # vLLM takes a tied embedding in only at the very end, when FSDP has long freed what was yielded; and any
+                    # embedding or head whose rows it pads, for it waits for rows that never come.
+                    late = ("embed_tokens.weight", "lm_head.weight")
+                    held = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
+                    stream = ((n, t.clone() if held and n.endswith(late) else t) for n, t in self.arriving(weights))
+                    self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+                    self.check_arrived()
+                    self.llm.apply_model(_repack_tied_head)
+                    free_cache(self.ledger.device)  # what was gathered, for the KV cache needs the room
+                    self.ledger.mark("sync")
+                    self.llm.wake_up(tags=["kv_cache"])
+                    if self.llm.reset_prefix_cache() is False:
+                        raise RuntimeError("vLLM would not forget its cached prefixes")
+                    assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
+                    self.ledger.mark("awake")
+                self.version = version
+                yield self
+            except BaseException:
+                with contextlib.suppress(Exception):  # what failed first is what to tell
+                    self._sleep()
+                raise
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Drop requests, give the memory back, and note what was kept. An engine that has woken in part only, for something
+        failed, can't: it is left as it is."""
+        self.version = None
+        self.ledger.mark("sampled")
+        engine = self.llm.llm_engine
+        with self.blamed("to fall asleep"):
             if engine.has_unfinished_requests():
-                engine.abort_request(list(engine.output_processor.request_states))
-            self.llm.sleep(level=2)
+                # Its own names for them, which newer versions tell apart from the caller's.
+                own = {"internal": True} if "internal" in inspect.signature(engine.abort_request).parameters else {}
+                engine.abort_request(list(engine.output_processor.request_states), **own)
+            if not engine.is_sleeping():
+                self.llm.sleep(level=2)
+                assert engine.is_sleeping(), "vLLM did not fall asleep"
+        self.ledger.end()
 
     def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
                  key: tuple[int, ...], version: int) -> Iterator[Sample]:
@@ -328,9 +491,14 @@ class VLLMEngine(Engine):
         ids = self.llm.enqueue([{"prompt_token_ids": list(prompts[s])} for s in slots], params, use_tqdm=False)
         slot_of = {i.partition("-")[0]: s for i, s in zip(ids, slots, strict=True)}  # outputs lack the "-uuid" of newer ids
         mine = set(sorted(slots)[self.place::self.cfg.tp])  # the ranks of one engine see all and share out what is kept
-        engine = self.llm.llm_engine
+        engine, began = self.llm.llm_engine, time.monotonic()
         while engine.has_unfinished_requests():
-            for out in engine.step():
+            with self.blamed(f"to sample with the weights of step {version}"):
+                outs = engine.step()
+                if time.monotonic() - began > 0.9 * self.cfg.stall_limit:  # just before dist.watch, which knows less
+                    raise TimeoutError(f"{engine.get_num_unfinished_requests()} of {n * len(slots)} responses have not ended "
+                                       f"after {time.monotonic() - began:.0f} s (--stall_limit {self.cfg.stall_limit:g})")
+            for out in outs:
                 slot = slot_of[out.request_id]
                 if not out.finished or slot not in mine:
                     continue
@@ -357,7 +525,7 @@ def _import_vllm() -> Any:
 
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
-    """vLLM's loading bars and native warnings go nowhere; TORZ_VERBOSE=1 lets them through."""
+    """vLLM's loading bars and native warnings go nowhere; --verbose lets them through."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -385,6 +553,90 @@ def _sampled_logprobs(logprobs: Any, tokens: np.ndarray) -> np.ndarray:
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == tokens).all()
     return flat[starts]
+
+
+# --- is it the trainer's policy that speaks?
+
+CHECK_TOKENS = 16  # a response
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
+
+
+def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
+    """A few prompts for `selfcheck`, by slot: four problems, and one of many laid end to end, so long that it fills blocks of a
+    prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
+    most = max(1, cfg.model_len - CHECK_TOKENS)
+    long = itertools.islice(itertools.cycle([i for p in problems[:64] for i in p.ids]), min(300, most))
+    return dict(enumerate([*(list(p.ids)[:most] for p in problems[:4]), list(long)]))
+
+
+def selfcheck(engine: Engine, weights: Callable[[], Iterable[tuple[str, Tensor]]],
+              logprobs: Callable[[list[Sample], float], Tensor], prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
+    """What is wrong with the engine, or "", and the largest mean |engine - trainer| log-prob in nats.
+
+    Greedy and sampled responses to the prompts (slot -> tokens): after a first sync; after sleeping and waking; to the prompts
+    read backwards, new to a prefix cache, after a sync of halved weights; and to those after one of the right weights. The
+    engine's log-probs must be the trainer's, `logprobs(samples, temperature)` (total tokens,), except that halved weights must
+    change them. `weights()` is the stream that `awake` takes. All ranks run all of it, whatever they find. What is drawn here
+    hangs on a key of its own, so the run is what it is without.
+    """
+    cfg, limit, gaps = engine.cfg, TOLERANCE[engine.dtype], [0.0]
+    temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
+
+    backwards = {slot: list(prompt)[::-1] for slot, prompt in prompts.items()}
+
+    def hear(prompts: Mapping[int, Sequence[int]], scale: float = 1.0) -> dict[str, tuple[list[Sample], list[float]]]:
+        """Responses and each one's mean gap to the trainer's unscaled weights, greedy and sampled."""
+        stream = weights() if scale == 1 else ((n, t * scale) for n, t in weights())
+        with engine.awake(stream, version=-1):
+            said = {kind: sorted(engine.generate(prompts, 1, t, CHECK_TOKENS, (cfg.seed, CHECK), -1), key=lambda s: s.slot)
+                    for kind, t in temperatures.items()}
+        return {kind: (samples, gaps_of(samples, logprobs(samples, temperatures[kind] or 1.0)))
+                for kind, samples in said.items()}
+
+    def differ(when: str, heard: dict, causes: str) -> str:
+        for kind, (samples, gap) in heard.items():
+            lengths = [len(s.ids) for s in samples]
+            mean = float(np.average(gap, weights=lengths)) if samples else 0.0
+            gaps[0] = max(gaps[0], mean)
+            if not mean <= limit:  # nor where it is not a number
+                worst = int(np.argmax(gap))
+                if kind == "sampled":  # and greedy was right
+                    causes = f"another temperature than {cfg.temperature:g} in the engine, or top-p or top-k"
+                text = engine.tokenizer.decode(list(samples[worst].prompt))[-40:]
+                return (f"{when}, engine and trainer differ by {mean:.3g} nats a token on {kind} responses (may: {limit:g}), "
+                        f"by {gap[worst]:.3g} after prompt {samples[worst].slot} (…{text!r}); likely causes: {causes}")
+        return ""
+
+    first, again, halved, last = hear(prompts), hear(prompts), hear(backwards, 0.5), hear(backwards)
+    arrive = "weights that didn't arrive (a layer, a tied head), another dtype, a model that the engine computes otherwise"
+    change = [g for _, gap in halved.values() for g in gap]
+    moved = ("" if not change or np.mean(change) > limit else
+             f"a sync of halved weights changed nothing (engine and trainer still agree to {np.mean(change):.3g} nats); "
+             "likely cause: syncs don't reach the weights that the engine computes with")
+    wrong = (differ("after the first sync", first, arrive)
+             or differ("after sleeping and waking", again, "something that sleeping loses and a sync doesn't bring (buffers)")
+             or other_tokens(first["greedy"][0], again["greedy"][0], limit)
+             or moved or differ("after a sync of other weights and back", last,
+                                "a prefix cache that was not forgotten, weights that only the first sync brings"))
+    return wrong, gaps[0]
+
+
+def gaps_of(samples: Sequence[Sample], logp: Tensor) -> list[float]:
+    """Mean |engine - trainer| log-prob of each sample, of the trainer's (total tokens,)."""
+    parts = logp.float().cpu().split([len(s.ids) for s in samples])
+    return [float((p - torch.from_numpy(s.logp)).abs().mean()) for s, p in zip(samples, parts, strict=True)]
+
+
+def other_tokens(before: Sequence[Sample], after: Sequence[Sample], limit: float) -> str:
+    """Where two greedy runs with the same weights part, other than at a tie within `limit` nats; or nothing."""
+    for a, b in zip(before, after, strict=True):
+        n = min(len(a.ids), len(b.ids))
+        parted = (a.ids[:n] != b.ids[:n]).nonzero()[0]
+        if len(parted) and abs(float(a.logp[parted[0]] - b.logp[parted[0]])) > limit:
+            t = parted[0]
+            return (f"sleeping and waking changed the greedy response to prompt {a.slot} at token {t}: {a.ids[t]} "
+                    f"({a.logp[t]:.3f} nats) before, {b.ids[t]} ({b.logp[t]:.3f}) after")
+    return ""
 
 
 # --- what the loop calls

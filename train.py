@@ -52,12 +52,14 @@ from rollout import (
     TRAIN,
     Engine,
     VLLMEngine,
+    check_prompts,
     evaluate,
     make_engine,
     reflections,
     repetition,
     rollout,
     row_of,
+    selfcheck,
     share,
 )
 
@@ -154,9 +156,12 @@ def train(run: Run) -> bool:
         if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
             with dist.phase("save"):
                 log.alarm(run.saver.save(step + 1))
-        metrics |= report(meter, cfg, world, began)
+        metrics |= report(meter, cfg, world, engine, began)
         log.step(step, metrics)
+        if cfg.verbose:
+            log.say(engine.ledger.table())
         check_gap(metrics, cfg)
+        log.alarm(engine.ledger.news(metrics["mem/residual_gb"]))
         log.alarm(run.saver.news())
         if dist.stop_asked():
             return stop(run, step + 1)
@@ -199,10 +204,13 @@ def prepare(cfg: Config) -> Run:
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
     found = ckpt.find(out, cfg.resume)
     start = ckpt.resume(found, models, facts) if found else 0
+    agreed = check_engine(engine, policy, problems, world, cfg) if cfg.selfcheck and isinstance(engine, VLLMEngine) else ""
     elsewhere = found is not None and found.parent.parent != out
     saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
     log.plan(told)
+    if agreed:
+        log.say(agreed)
     if found:
         log.say(f"resumed after {start} steps from {found}")
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
@@ -222,6 +230,22 @@ def check_plan(cfg: Config, world: dist.World, problems: int, say: Callable[[str
     need(not lack, lack, lack and plan.fix(case))
     say(f"\n{plan.verdict(case)}\n")
     return plan.as_text(rows)
+
+
+def check_engine(engine: Engine, policy: Trainee, problems: Sequence[Problem], world: dist.World, cfg: Config) -> str:
+    """A line about the agreement of engine and trainer. Raises UserError, the same on every rank, where there is none."""
+    def trainers(samples: Sequence[Sample], temperature: float) -> Tensor:
+        p = pack(samples).to(world.device)
+        with dist.resident(policy.model, None, world.device, cfg.offload):
+            return frozen(logprobs, policy.model, p, temperature)[0][p.mask]
+
+    with dist.phase("selfcheck"):
+        found = dist.gather(selfcheck(engine, partial(dist.full_weights, policy.model, world.device), trainers,
+                                      check_prompts(problems, cfg)))
+    dist.times()  # the seconds aren't the first step's
+    wrong = next((f"on rank {rank}, {said}" for rank, (said, _) in enumerate(found) if said), "")
+    need(not wrong, f"self-check: {wrong}", "that put right, or --no-selfcheck to train on it all the same")
+    return f"self-check: engine and trainer agree to {max(gap for _, gap in found):.1e} nats a token"
 
 
 def make_grader(cfg: Config) -> Grader:
@@ -561,7 +585,7 @@ def measure_work(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg:
     meter.add("flops", passes * sum(6 * size * s.length + 6 * layers * width * s.length**2 for s in samples), 0)
 
 
-def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[str, float]:
+def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:
     """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
     m = meter.reduce(dist.all_sum, dist.all_max)
     if "returns²" in m:
@@ -572,6 +596,8 @@ def report(meter: Meter, cfg: Config, world: dist.World, began: float) -> dict[s
     if m.get("tis²"):
         m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
     seconds = time.perf_counter() - began
+    ledger = engine.ledger.metrics()
+    m |= dict(zip(ledger, dist.all_max(torch.tensor(list(ledger.values()), dtype=torch.float64)).tolist(), strict=True))
     m |= {f"time/{k}": v for k, v in dist.times().items()} | {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
     m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))

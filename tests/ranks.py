@@ -19,6 +19,7 @@ import ckpt
 import data
 import dist
 import model
+import rollout
 import train
 from log import Logger, Meter, read_metrics
 
@@ -191,3 +192,25 @@ def trained_in_turn(cfgs) -> dict[str, list[dict]]:
     for cfg in cfgs:
         train.main(cfg)
     return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}
+
+
+def engine_samples(cfg, prompts, go) -> dict:
+    """What this rank keeps of its engine's samples, by temperature and (slot, index), and what the self-check says."""
+    world = dist.init("cpu", "float32")
+    tokenizer = model.load_tokenizer(cfg.model)
+    engine = rollout.VLLMEngine(cfg.model, tokenizer, cfg)
+    place = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
+    policy = model.load_policy(cfg.model, "cpu", place)
+    mine = {k: v for k, v in prompts.items() if k % engine.groups == engine.group}
+    out = {}
+    for temperature in (0.0, 1.0):
+        with engine.awake(dist.full_weights(policy), version=3):
+            out[temperature] = {(s.slot, s.index): s for s in engine.generate(
+                mine, **go | {"n": 3, "temperature": temperature})}
+
+    def trainers(samples, temperature):
+        pack = data.pack(samples)
+        with torch.no_grad():
+            return model.logprobs(policy, pack, temperature)[0][pack.mask]
+
+    return out | {"selfcheck": rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)}

@@ -1,0 +1,74 @@
+#!/bin/sh
+# Proves on a machine with a GPU what a CPU can't: that vLLM sleeps, wakes and takes weights beside a trainer, at the shape of
+# Qwen2.5-0.5B with random weights. Needs no network.
+#
+#   sh bench/gpu_proof.sh [smoke] [rollout] [train]      # without words: all three, some minutes each
+#
+# PYTHON     the interpreter that has torch (default python3)
+# VLLM_SITE  a folder of unpacked packages, vllm among them, where the interpreter has none of its own
+# SMOKE      a script that puts vllm alone through sleep and wake, run first, eager and compiled; its last line is JSON
+# WORK       scratch for the model and the run, 25 GB (default: a new temporary folder, removed at the end)
+#
+# JSON lines go to bench/results/DEVICE/. The exit status is 0 only if all that ran was as it must be.
+set -eu
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+if [ -n "${VLLM_SITE:-}" ]; then
+    [ -d "$VLLM_SITE/vllm" ] || { echo "gpu_proof.sh: no vllm in VLLM_SITE=$VLLM_SITE; needed: the folder that has vllm/" >&2; exit 2; }
+    export PYTHONPATH="$VLLM_SITE${PYTHONPATH:+:$PYTHONPATH}"
+    export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}" # not among the packages
+fi
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+parts=${*:-smoke rollout train}
+device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
+    echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
+results=bench/results/$device
+mkdir -p "$results"
+if [ -z "${WORK:-}" ]; then
+    WORK=$(mktemp -d)
+    trap 'rm -rf "$WORK"' EXIT
+fi
+[ -f "$WORK/model/train.jsonl" ] || "$PYTHON" bench/shape.py "$WORK/model" --size 0.5b
+failed=
+for part in $parts; do
+    echo "--- $part" >&2
+    case $part in
+    smoke)
+        : > "$results/smoke.jsonl"
+        if [ -n "${SMOKE:-}" ]; then
+            for how in "" --compile; do
+                # shellcheck disable=SC2086
+                "$PYTHON" "$SMOKE" $how > "$WORK/smoke.out" || failed="$failed smoke$how"
+                tail -n 1 "$WORK/smoke.out" | tee -a "$results/smoke.jsonl"
+            done
+        fi
+        [ -f "$WORK/tiny/train.jsonl" ] || "$PYTHON" bench/shape.py "$WORK/tiny" --size tiny
+        "$PYTHON" bench/rollout.py --model "$WORK/tiny" --engine vllm --tokens 64 --rounds 3 > "$WORK/tiny.out" || failed="$failed smoke"
+        tee -a "$results/smoke.jsonl" < "$WORK/tiny.out"
+        ;;
+    rollout)
+        "$PYTHON" bench/rollout.py --model "$WORK/model" --engine vllm --prompts 64 --samples 8 --tokens 512 > "$WORK/rollout.out" ||
+            failed="$failed rollout"
+        tee "$results/rollout.jsonl" < "$WORK/rollout.out"
+        ;;
+    train)
+        rm -rf "$WORK/run"
+        "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
+            --data "$WORK/model/train.jsonl" --steps 20 --prompts_per_step 16 --samples_per_prompt 8 --max_prompt_len 1024 \
+            --max_response_len 512 --max_model_len 0 --save_every 0 --verbose --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
+            failed="$failed train"
+        tail -n 40 "$WORK/train.out"
+        if [ -f "$WORK/run/metrics.jsonl" ]; then
+            cp "$WORK/run/metrics.jsonl" "$results/train.jsonl"
+            grep -A 10 'self-check\|memory (GiB)' "$WORK/train.out" > "$results/train-memory.txt" || true
+        fi
+        "$PYTHON" bench/verdict.py "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
+        tee "$results/verdict.jsonl" < "$WORK/verdict.out"
+        ;;
+    *)
+        echo "gpu_proof.sh: no part $part; needed: smoke, rollout, train, or nothing for all" >&2
+        exit 2
+        ;;
+    esac
+done
+[ -z "$failed" ] || { echo "gpu_proof.sh: failed:$failed" >&2; exit 1; }
