@@ -254,11 +254,11 @@ def alarms(rows: Sequence[Mapping[str, float]], cfg: Any) -> dict[str, str]:
                    f"returns' variance ({explained:.2g} at best): its advantages are noise; a higher --critic_lr, more "
                    "--critic_updates, or --freeze_policy_steps to train it ahead"),
         "clip": (clipped > 0.3, f"{clipped:.0%} of the tokens are clipped: the updates go further than the step's samples can "
-                 f"tell; a lower --policy_lr, or fewer than {cfg.policy_updates} --policy_updates"),
+                 f"tell; a lower --policy_lr, or fewer --policy_updates ({cfg.policy_updates} now)"),
         "gap": (gap > 0.1 * cfg.max_logp_gap, f"engine and trainer differ by {gap:.2g} nats a token, and the run stops at "
-                f"--max_logp_gap {cfg.max_logp_gap:g}: if it grows, look for the reason; if it stays, a finer --dtype"),
+                f"--max_logp_gap {cfg.max_logp_gap:g}: --dtype float32 tells whether it is rounding; if it grows, it isn't"),
         "ess": (ess < 0.9, f"the effective sample size is {ess:.0%}: engine and trainer disagree so much that few tokens carry "
-                "the update; a finer --dtype, or a --tis_clip of 2"),
+                f"the update; --dtype float32 tells whether it is rounding, --tis_clip ({cfg.tis_clip} now) caps their weight"),
         "grading": (errors + timeouts > 0.05, f"{errors + timeouts:.0%} of the answers weren't graded ({errors:.0%} errors, "
                     f"{timeouts:.0%} timeouts) and score 0: mend --reward, or raise --grade_deadline {cfg.grade_deadline:g}"),
     }

@@ -466,7 +466,7 @@ def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
                 meter.add("value_loss", loss * tokens, p.mask.sum())
                 if not bar.disable:
                     mean = v.sum().item() / max(int(p.mask.sum()), 1)
-                    bar.set_postfix(critic_loss=f"{loss.item():.4f}", values=f"{mean:.3f}", critic_lr=f"{lr:.1e}")
+                    bar.set_postfix({"critic_loss": f"{loss.item():.4f}", "values": f"{mean:.3f}", "critic_lr": f"{lr:.1e}"})
                 bar.update()
             update(critic, packs, lr, step, cfg, meter, log)
 
@@ -483,10 +483,10 @@ def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Confi
                 loss.backward()
                 if not bar.disable:
                     n = max(p.responses, 1)
-                    bar.set_postfix(pg=f"{loss.item():.4f}", ret=f"{p.rewards.sum().item() / n:.3f}",
-                                    glen=f"{p.mask.sum().item() / n:.0f}", tlen=f"{len(p.tokens) / n:.0f}",
-                                    kl=f"{meter.sums.get('kl', torch.zeros(2))[0]:.1e}", act_lr=f"{lr:.1e}",
-                                    ent=f"{entropy:.2f}")
+                    bar.set_postfix({
+                        "pg": f"{loss.item():.4f}", "ret": f"{p.rewards.sum().item() / n:.3f}",
+                        "glen": f"{p.mask.sum().item() / n:.0f}", "tlen": f"{len(p.tokens) / n:.0f}",
+                        "kl": f"{meter.sums.get('kl', torch.zeros(2))[0]:.1e}", "act_lr": f"{lr:.1e}", "ent": f"{entropy:.2f}"})
                 bar.update()
             update(policy, packs, lr, step, cfg, meter, log)
 

@@ -78,6 +78,14 @@ def test_what_one_step_shows_is_no_alarm():
         assert raised(rows) == []
 
 
+def test_an_alarm_that_comes_and_goes_is_raised_once():
+    rows = learning()
+    for r in rows[20:27] + rows[33:40] + rows[46:]:
+        r |= WRONG["ess"][0]
+    assert [bool(alarms(rows[:i + 1], PPO)) for i in (26, 32, 39, 45, 52)] == [True, False, True, False, True]
+    assert len(raised(rows)) == 1
+
+
 @pytest.mark.parametrize("name", ["entropy", "length", "uniform", "critic"])
 def test_what_convergence_brings_is_no_alarm(name):
     rows = [r | {"reward": 0.95} for r in learning()]
