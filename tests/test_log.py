@@ -273,10 +273,10 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
     step()
     said = capsys.readouterr()
-    assert said.err == "" and [line[:9] for line in said.out.splitlines()] == ["step  0/3", "step  1/3"]
+    assert said.err == "" and [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"]
     monkeypatch.setattr(sys, "stderr", Terminal())
     step()
-    assert "Actor Train epoch [1/1]: 100%" in sys.stderr.getvalue() and "Step:   7%" in sys.stderr.getvalue()
+    assert "Actor Train epoch [1/1]: 100%" in sys.stderr.getvalue() and "2/24" in sys.stderr.getvalue()
     assert re.search(r"\n\rActor Train", sys.stderr.getvalue())  # a line below
 
 
