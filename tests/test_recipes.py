@@ -194,3 +194,19 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     again, policy_ = run(cfg, out, ranks=2)
     assert maths(again) == [r for r in maths(rows) if r["step"] == 3]
     assert all(torch.equal(policy[k], policy_[k]) for k in policy)
+
+
+def test_a_folder_is_evaluated_by_itself(base, tiny, tmp_path):
+    """`python rollout.py` on two ranks: the scores of one, and every sample in the file."""
+    scores = []
+    for count in (1, 2):
+        argv = [tiny, base.data[0], "--template", "plain", "--eval_samples", "4", "--max_response_len", "24",
+                "--pack_len", "64", "--max_model_len", "0", "--max_prompt_len", "16", "--reward", base.reward,
+                "--out", f"{tmp_path}/{count}", "--device", "cpu", "--dtype", "float32"]
+        run_ranks(count, rollout.main, argv)
+        scores.append(json.loads((tmp_path / f"{count}/scores.json").read_text()))
+        rows = [json.loads(x) for x in (tmp_path / f"{count}/samples.jsonl").read_text().splitlines()]
+        assert [(r["slot"], r["index"]) for r in rows] == [(i, j) for i in range(40) for j in range(4)]
+        assert scores[-1]["train/avg@4"] == pytest.approx(sum(r["reward"] for r in rows) / 160)
+    assert scores[0] == pytest.approx(scores[1], rel=1e-12)
+    assert {"train/pass@2", "train/pass@4", "train/maj@4"} <= set(scores[0])
