@@ -418,7 +418,7 @@ class VLLMEngine(Engine):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True) if self.ledger.device.type == "cuda"
-                  else dict(kv_cache_memory_bytes=2**28))
+                  else dict(kv_cache_memory_bytes=2**28, enforce_eager=True))  # compiling takes a CPU minutes
         rng = torch.get_rng_state()
         with self.blamed("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
@@ -484,8 +484,9 @@ class VLLMEngine(Engine):
 
         self.check(version)
         slots = sorted(prompts, key=lambda s: (-len(prompts[s]), s))  # longest first: it would end last
+        drawn = n if temperature else 1  # vLLM takes greedy requests one by one, and they all say the same
         params = [SamplingParams(
-            n=n, temperature=temperature, seed=int(np.random.SeedSequence((*key, s)).generate_state(1, np.uint32)[0]),
+            n=drawn, temperature=temperature, seed=int(np.random.SeedSequence((*key, s)).generate_state(1, np.uint32)[0]),
             max_tokens=self.room(prompts[s], max_tokens), stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos),
             logprobs=0, flat_logprobs=True, skip_special_tokens=False) for s in slots]
         ids = self.llm.enqueue([{"prompt_token_ids": list(prompts[s])} for s in slots], params, use_tqdm=False)
@@ -496,16 +497,18 @@ class VLLMEngine(Engine):
             with self.blamed(f"to sample with the weights of step {version}"):
                 outs = engine.step()
                 if time.monotonic() - began > 0.9 * self.cfg.stall_limit:  # just before dist.watch, which knows less
-                    raise TimeoutError(f"{engine.get_num_unfinished_requests()} of {n * len(slots)} responses have not ended "
-                                       f"after {time.monotonic() - began:.0f} s (--stall_limit {self.cfg.stall_limit:g})")
+                    left, limit = engine.get_num_unfinished_requests(), self.cfg.stall_limit
+                    raise TimeoutError(f"{left} of {drawn * len(slots)} responses have not ended "
+                                       f"after {time.monotonic() - began:.0f} s (--stall_limit {limit:g})")
             for out in outs:
                 slot = slot_of[out.request_id]
                 if not out.finished or slot not in mine:
                     continue
                 for o in out.outputs:
                     tokens = np.array(o.token_ids, dtype=np.int32)
-                    yield self.sample(slot, o.index, prompts[slot], tokens, _sampled_logprobs(o.logprobs, tokens),
-                                      o.finish_reason == "stop")
+                    for index in (o.index,) if temperature else range(n):
+                        yield self.sample(slot, index, prompts[slot], tokens, _sampled_logprobs(o.logprobs, tokens),
+                                          o.finish_reason == "stop")
 
 
 def _import_vllm() -> Any:
