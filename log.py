@@ -431,7 +431,8 @@ h1, h2, h3 { line-height: 1.2; margin: 1.6em 0 .5em } h1 { margin-top: .3em; ove
 img { width: 100%; height: auto }
 table { border-collapse: collapse; width: 100%; max-width: 860px } tr { border-top: 1px solid #ddd }
 td, th { overflow-wrap: anywhere; vertical-align: top; text-align: left; padding: 3px 8px 3px 0 }
-.n { text-align: right; white-space: nowrap } .small { border: 0; font-size: 13px; color: #555 } .small td { padding-top: 0 }
+.n { text-align: right } .n, code { white-space: nowrap }
+.small { border: 0; font-size: 13px; color: #555 } .small td { padding-top: 0 }
 small { color: #555; display: block; white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer; font-weight: 600; padding: 6px 0 }
 article { border: 1px solid #ccc; border-left: 6px solid; border-radius: 4px; padding: 6px 10px; min-width: 0;
@@ -452,6 +453,7 @@ def report(run: Path) -> Path:
     rows, config, plan = read_metrics(run), read_json(run / "config.json"), read_json(run / "plan.json")
     raised = [f'<article class="alarm"><b>⚠ step {r["step"]}</b> {escape(r["text"])}</article>'
               for r in read_rows(run / "alarms.jsonl")]
+    raised = [re.sub("(--[a-z_]+)", r"<code>\1</code>", text) for text in raised]  # a flag isn't broken at its hyphens
     curves = [f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
               for title, png in plot([run], run / "plot.png").items()]
     metrics, means = [], glossary()
@@ -459,7 +461,7 @@ def report(run: Path) -> Path:
         seen = [r[key] for r in rows if key in r]
         fitting = [pattern for pattern in means if re.search(f"(^|/){pattern}$", key)]
         metrics.append((f"{key}\n{means.get(max(fitting, key=len, default=''), '')}",
-                        *(f"{v:.3g}" for v in (seen[0], seen[-1], min(seen), max(seen)))))
+                        *(f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}" for v in (seen[0], seen[-1], min(seen), max(seen)))))
     body = [
         html_table(None, summary(rows, config).items()),
         "<h2>Alarms</h2>", *(raised or ["<p>None was raised.</p>"]),
