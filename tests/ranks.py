@@ -188,9 +188,14 @@ def resampled(cfg) -> dict:
 
 
 def trained_in_turn(cfgs) -> dict[str, list[dict]]:
-    """Metrics of several runs in one process, by their folder's name."""
+    """Metrics of several runs in one process, by their folder's name. All stay until the end: a vLLM engine that is collected
+    takes the state that it shares with the next along."""
+    runs = []
     for cfg in cfgs:
-        train.main(cfg)
+        runs.append(train.prepare(cfg))
+        assert train.train(runs[-1])
+        train.finish(runs[-1])
+        runs[-1].grader.close()
     return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}
 
 
