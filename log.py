@@ -552,13 +552,13 @@ def html_table(head: Sequence[str] | None, rows: Iterable[Sequence[str]]) -> str
 
 
 def glossary() -> dict[str, str]:
-    """Pattern of the end of a metric's name -> meaning, by the README's tables, where it lies beside this file."""
+    """Pattern of the end of a metric's name -> meaning, by the README's table of metrics, units and meanings."""
     readme, found = Path(__file__).with_name("README.md"), {}
     for line in readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else ():
         cells = [c.strip() for c in re.split(r"(?<!\\)\|", line)]
-        for name in re.findall("`(.+?)`", cells[1]) if len(cells) == 4 and cells[1].startswith("`") else ():
-            pattern = re.sub("<.+?>", "[^/]+", re.escape(name.lstrip("/"))).replace("@k", r"@\d+")
-            found.setdefault(pattern, cells[2].replace("`", "").replace("\\|", "|"))
+        for name in re.findall("`(.+?)`", cells[1]) if len(cells) == 5 and cells[1].startswith("`") else ():
+            pattern = re.sub("<.+?>", "[^/]+", re.escape(name.lstrip("/")))
+            found.setdefault(pattern, f"{cells[3]} ({cells[2]})".replace("`", "").replace("\\|", "|"))
     return found
 
 

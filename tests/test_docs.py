@@ -124,10 +124,11 @@ def test_every_flag_exists():
     from configs import Config
 
     ours = {f.name for f in dataclasses.fields(Config)}
-    scripts = {f for p in (ROOT / "reward.py", ROOT / "tiny.py", ROOT / "log.py", *ROOT.glob("bench/*.py"))
+    scripts = {f for p in (*(ROOT / f"{n}.py" for n in ("reward", "tiny", "log", "plan")), *ROOT.glob("bench/*.py"))
                for f in re.findall(r'add_argument\("--([\w-]+)"', p.read_text(encoding="utf-8"))}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
-    known = ours | scripts | theirs | SLURM | {"logdir", "help"}
+    switches = {f"no-{f.name}" for f in dataclasses.fields(Config) if f.type == "bool"}
+    known = ours | switches | scripts | theirs | SLURM | {"logdir", "help"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", README))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
