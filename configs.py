@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,9 +41,9 @@ class Config:
     out: str = ""  # the run's folder; empty: runs/PRESET
 
     # --- length of the run: one of the three; a step is one rollout plus its updates
-    steps: int = 0  # steps in all
-    epochs: int = 0  # passes over the prompts
-    total_episodes: int = 0  # prompt-response pairs in all
+    steps: int = 0  # steps in all; 0: not given
+    epochs: int = 0  # passes over the prompts; 0: not given
+    total_episodes: int = 0  # prompt-response pairs in all; 0: not given
     eval_every: int = 10  # steps between evaluations (also at step 0 and at the end); 0: never
     save_every: int = 50  # steps between checkpoints (also at the end); 0: only at the end
     resume: str = "auto"  # auto: continue what is in --out; never: start in an empty folder; or a checkpoint's folder
@@ -77,8 +79,8 @@ class Config:
     warmup_updates: int = 50  # updates of linear warm-up; the first one already moves
     lr_decay: Literal["constant", "linear"] = "constant"  # linear: to --lr_end at the last step
     lr_end: float = 0.0  # both learning rates at the last step, where they decay
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    weight_decay: float = 0.0  # AdamW's
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's decay rates of its first and second moments
+    weight_decay: float = 0.0  # AdamW's, times the learning rate an update
     grad_clip: float = 1.0  # global gradient norm
 
     # --- the loss
@@ -110,8 +112,9 @@ class Config:
     offload: bool = True  # trainer state goes to the host while the engine is awake (CUDA)
     keep: int = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose highest checkpoint is kept too; auto: mean of all eval/*/avg@k; empty: none
-    grace: float = 25.0  # seconds to save and leave after SIGTERM or SIGUSR1
+    grace: float = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1 or ctrl-C; torchrun itself gives 30
     stall_limit: float = 3600.0  # seconds that one phase may take before every rank prints its stack and ends
+    go: bool = False  # train although the first responses all score 0, or most are cut by length
     max_logp_gap: float = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
     verbose: bool = False  # show the memory ledger at each step, and what vllm says when it starts
 
@@ -245,7 +248,7 @@ MAY_CHANGE = {
     "eval_samples", "eval_temperature", "eval_response_len", "save_every", "keep", "keep_best", "grace", "stall_limit",
     "max_logp_gap", "critic_model", "engine", "engine_share", "max_num_seqs", "tp", "grade_workers", "grade_deadline",
     "layout", "ranks", "device", "dtype", "shard_ranks", "checkpoint_activations", "offload", "pack_len",
-    "selfcheck", "verbose"}
+    "selfcheck", "verbose", "go"}
 
 
 def changed(old: dict, new: dict) -> list[str]:
@@ -275,21 +278,41 @@ def layout_of(argv: Sequence[str]) -> str:
     return name
 
 
+def help_text(default: Config, prog: str, width: int = 80) -> str:
+    """Every flag in its group, with what it takes, its meaning and `default`'s value: the dataclass's own source."""
+    kinds = {"str": "TEXT", "int": "N", "float": "X", "float | None": "X|None", "bool": "", "tuple[str, ...]": "TEXT …",
+             "tuple[int, ...]": "N …", "tuple[float, ...]": "X …", "tuple[float, float]": "X X"}
+    lines = textwrap.wrap(f"presets: {', '.join(PRESETS)}", width, subsequent_indent="  ")
+    lines = [f"usage: {prog} PRESET [--flag value …]", *lines, "in brackets: the preset's values"]
+    for line in inspect.getsource(Config).splitlines():
+        if group := re.match(r"    # --- (.+)", line):
+            lines += ["", group[1]]
+        elif field := re.match(r"    (\w+): (.+?) = .*?  # (.+)", line):
+            name, kind, meaning = field.groups()
+            value = getattr(default, name)
+            choices = " | ".join(re.findall('"(.+?)"', kind))
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            left = f"  --{name} {kinds.get(kind, '')}".rstrip() + (f", --no-{name}" if kind == "bool" else "")
+            text = f"{meaning}{': ' if choices else ''}{choices} [{shown or 'none'}]"
+            rows = textwrap.wrap(text, width - 30, break_on_hyphens=False)
+            lines += [left, *(" " * 30 + r for r in rows)] if len(left) > 28 else [
+                f"{left:30}{rows[0]}", *(" " * 30 + r for r in rows[1:])]
+    return "\n".join(lines)
+
+
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     """Config of `PRESET [--flag value …]`. Raises UserError, one line, for what can't be read; --help exits 0."""
-    import tyro
-
     argv = list(sys.argv[1:] if argv is None else argv)
     name = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    if name is None and {"-h", "--help"} & set(argv):
-        print(f"usage: {prog} PRESET [--flag value …]\n\npresets: {', '.join(PRESETS)}\n")
-        name = "orz-7b"
+    if {"-h", "--help"} & set(argv) and name in (None, *PRESETS):
+        print(help_text(PRESETS[name or "orz-7b"], prog))
+        sys.exit(0)
     need(name is not None, "no preset given", f"{prog} PRESET, one of: {', '.join(PRESETS)}")
     need(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", ", ".join(PRESETS))
     fields = [f.name for f in dataclasses.fields(Config)]
     given = [re.sub(r"^no_", "", a[2:].partition("=")[0].replace("-", "_")) for a in argv if re.match("--[a-zA-Z]", a)]
     for g in given:
-        need(g in fields + ["help"], f"no flag --{g}{nearest('--' + g, ['--' + f for f in fields])}",
+        need(g in fields, f"no flag --{g}{nearest('--' + g, ['--' + f for f in fields])}",
              f"a flag that {prog} --help lists")
     layout = layout_of(argv)
     base = {"out": f"runs/{name}", **LAYOUTS[layout], "layout": layout}
@@ -299,13 +322,13 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     default = object.__new__(Config)
     for f in fields:
         object.__setattr__(default, f, base.get(f, getattr(PRESETS[name], f)))
+    import tyro  # after --help, which doesn't wait for it
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}", description=Config.__doc__)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
+            return tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}")
+    except SystemExit:
         words = re.sub(r"[─-╿\s]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())).strip()
         raise UserError(f"{words.partition('For full helptext')[0].strip()}; see {prog} {name} --help") from None
 

@@ -311,9 +311,39 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
     samples = draw(share(batch, run.engine))
     measure_samples(meter, samples)
+    if step == 0:
+        first_look(run, batch, samples)
     if cfg.resample_rounds and not dist.stop_asked():
         batch, samples = resample(run, step, batch, samples, draw)
     return batch, samples
+
+
+def first_look(run: Run, batch: Sequence[Problem], samples: Sequence[Sample]) -> None:
+    """Before anything is trained: three of the first step's prompts as text and tokens, each with a response, and how all were
+    graded. Raises UserError, the same on every rank, where every one scored 0 or most were cut by length, unless --go; all of
+    the step's samples are asked, for a base model may be right one time in twenty."""
+    cfg, say = run.cfg, run.log.say
+    found = dist.gather((Counter(s.reason for s in samples), sum(s.reward != 0 for s in samples),
+                         [s for s in samples if s.index == 0 and s.slot < 3]))
+    if dist.stop_asked():
+        return
+    reasons, scored = sum((c for c, _, _ in found), Counter()), sum(n for _, n, _ in found)
+    for s in sorted((s for _, _, some in found for s in some), key=lambda s: s.slot):
+        text = " ".join(run.tokenizer.decode(list(s.prompt)).split())
+        say(f"\nprompt    {text if len(text) < 400 else f'{text[:200]} … {text[-190:]}'}")
+        say(f"tokens    {' '.join(map(str, s.prompt[:12]))}{' …' * (len(s.prompt) > 12)} ({len(s.prompt)})")
+        say(f"response  {' '.join(s.text.split())[:400] or '(empty)'}")
+        say(f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, and it is {batch[s.slot].answer!r}")
+    total = sum(reasons.values())
+    say(f"\nof the first {total} responses: " + ", ".join(f"{n} {why}" for why, n in reasons.most_common()) + "\n")
+    cut, limit = reasons["truncated"], cfg.max_response_len
+    need(cfg.go or cut <= total / 2, f"{cut} of the first {total} responses were cut at --max_response_len {limit} and score 0",
+         "a larger one, a --template or --stop that lets the model end, or --go to train all the same")
+    why = {"unparsed": "a --template that asks for \\boxed{} inside <answer> tags, or another --reward",
+           "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}.get(
+               reasons.most_common(1)[0][0], "easier --data, or a --model that is right at times")
+    need(cfg.go or scored > 0, f"all of the first {total} responses score 0 ({reasons.most_common(1)[0][0]} mostly)",
+         f"{why}, or --go to train all the same")
 
 
 def shape(s: Sample, cfg: Config) -> Sample:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ import dist
 import model
 import rollout
 import train
+from configs import parse
 from log import Logger, Meter, read_metrics
 
 matplotlib.use("Agg")
@@ -219,3 +221,16 @@ def engine_samples(cfg, prompts, go) -> dict:
             return model.logprobs(policy, pack, temperature)[0][pack.mask]
 
     return out | {"selfcheck": rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)}
+
+
+def mistakes(commands: list[list[str]]) -> list[str]:
+    """What each command line ends with, vllm being not installed."""
+    sys.modules["vllm"] = None  # as an import of what isn't there: ImportError
+    said = []
+    for argv in commands:
+        try:
+            train.main(parse(argv))
+            said.append("")
+        except train.UserError as e:
+            said.append(str(e))
+    return said

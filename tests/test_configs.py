@@ -1,8 +1,12 @@
 """The command line: precedence, and mistakes answered in one line with the nearest name."""
 
-import pytest
+import dataclasses
+import re
 
-from configs import PRESETS, Config, UserError, check_ranks, parse
+import pytest
+from conftest import ROOT
+
+from configs import PRESETS, Config, UserError, check_ranks, help_text, parse
 
 
 def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
@@ -76,3 +80,21 @@ def test_learning_rates_are_a_function_of_the_counts():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_whole(name):
     assert isinstance(parse([name]), Config)
+
+
+def test_help_has_every_flag_in_its_group_with_meaning_and_value():
+    """At 80 columns; no comment of the dataclass is lost, and each flag shows the preset's own value."""
+    source = (ROOT / "configs.py").read_text(encoding="utf-8")
+    source = source[source.index("class Config"):source.index("def __post_init__")]
+    text = help_text(PRESETS["orz-7b"], "train.py")
+    assert all(len(line) <= 80 for line in text.splitlines())
+    flat = " ".join(text.split())
+    flags = re.split(r" (?=--(?!no-)\w+)", flat)
+    for f in dataclasses.fields(Config):
+        meaning = re.search(rf"^    {f.name}: .*?  # (.+)$", source, re.M)[1]
+        value = getattr(PRESETS["orz-7b"], f.name)
+        shown = (" ".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "none"
+        assert any(x.startswith(f"--{f.name} ") or x.startswith(f"--{f.name},") for x in flags), f.name
+        assert f"[{shown}]" in flat and meaning in flat, f.name
+    assert all(group in flat for group in re.findall(r"^    # --- (.+)$", source, re.M))
+    assert flat.count("--no-") == sum(f.type == "bool" for f in dataclasses.fields(Config))

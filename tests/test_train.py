@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import ranks
 import torch
 from conftest import ROOT, maths, run, run_ranks
 from ranks import main
@@ -91,3 +92,44 @@ def test_the_command_line_says_a_mistake_in_one_line():
                           timeout=600, check=False)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("changes,words", [
+    (dict(reward="math"), ["all of the first 32 responses score 0", "needed: ", "--go"]),
+    (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
+def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
+    """Nobody is right, or most are cut by length: three prompts, the reasons and the knob, the same line on both ranks."""
+    said = run_ranks(2, main, dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes))
+    assert said[0] == said[1] and "\n" not in said[0] and all(w in said[0] for w in words), said
+    shown = capfd.readouterr().out
+    assert shown.count("\nprompt    ") == shown.count("\ntokens    ") == 3 and "of the first 32 responses: " in shown
+    assert not (tmp_path / "o/metrics.jsonl").read_text() and not (tmp_path / "o/export").exists()
+
+
+TYPICAL = {  # what users get wrong, as they type it after `train.py` on 2 ranks; and what they are told
+    "wrong rank count": (["--layout", "debug"], "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
+    "ranks no multiple of tp": (["--tp", "3"], "engines of --tp 3; needed: a multiple of 3 ranks"),
+    "typo in a flag": (["--polcy_lr", "1"], "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
+    "32-GPU layout": (["--layout", "production"], "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
+    "no tokenizer": (["--model", "NOTOKENIZER"], "has no tokenizer; needed: "),
+    "no answers": (["--data", "ROWS"], "rows.jsonl row 1 has no answer (found: prompt); needed: a row like"),
+    "no reward function": (["--reward", "REWARD:nothing"], "has no function 'nothing'"),
+    "pack too small": (["--pack_len", "30"], "--pack_len 30 is smaller than a prompt plus its response"),
+    "disk too small": (["--keep", "1000000000"], "free in"),
+    "no vllm": (["--engine", "vllm"], "vllm can't be imported"),
+}
+
+
+def test_typical_mistakes_say_what_was_found_what_is_needed_and_what_to_type(base, tiny, tmp_path):
+    """One line on each of two ranks, before anything is written but the run's folder."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
+    shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    stand_in = {"NOTOKENIZER": f"{tmp_path}/bare", "ROWS": f"{tmp_path}/rows.jsonl",
+                "REWARD:nothing": base.reward.replace(":digits", ":nothing")}
+    common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--device", "cpu",
+              "--dtype", "float32", "--out", f"{tmp_path}/o"]
+    said = run_ranks(2, ranks.mistakes, [[*common, *(stand_in.get(a, a) for a in argv)] for argv, _ in TYPICAL.values()])
+    assert said[0] == said[1]
+    for (name, (_, words)), line in zip(TYPICAL.items(), said[0], strict=True):
+        assert words in line and "needed: " in line and "\n" not in line, (name, line)
+    assert not list((tmp_path / "o").glob("*"))
