@@ -203,6 +203,11 @@ def trained_in_turn(cfgs) -> dict[str, list[dict]]:
 
 def engine_samples(cfg, prompts, go) -> dict:
     """What this rank keeps of its engine's samples, by temperature and (slot, index), and what the self-check says."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    # vLLM's CPU build names the memory that ranks share by their numbers alone, on the whole machine, and leaves it there.
+    name, port = Shared.make_group_name, os.environ["MASTER_PORT"]
+    Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(cfg.model)
     engine = rollout.VLLMEngine(cfg.model, tokenizer, cfg)
@@ -220,7 +225,11 @@ def engine_samples(cfg, prompts, go) -> dict:
         with torch.no_grad():
             return model.logprobs(policy, pack, temperature)[0][pack.mask]
 
-    return out | {"selfcheck": rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)}
+    out["selfcheck"] = rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)
+    dist.gather(None)
+    for file in Path("/dev/shm").glob(f"*{port}*cpushm*"):
+        file.unlink(missing_ok=True)
+    return out
 
 
 def mistakes(commands: list[list[str]]) -> list[str]:

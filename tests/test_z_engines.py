@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +26,22 @@ TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
 
 @pytest.fixture(scope="session")
 def spread(tiny):
-    """What 4 ranks with two engines of two ranks each said, by rank. Before this process has a process group of its own."""
+    """What the ranks of two engines of two ranks each said, by rank; of one where cores are few, for the ranks wait for each
+    other by spinning. Before this process has a process group of its own."""
     rollout._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
-    return run_ranks(4, ranks.engine_samples, dataclasses.replace(CFG, model=tiny, tp=2), dict(enumerate(ids)), GO)
+    cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
+    return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), GO)
 
 
 def test_engines_of_two_ranks_say_what_an_engine_of_one_rank_says(spread, engines, prompts):
-    """Token for token, each sample kept by one rank; weights streamed from shards on 4 ranks; the self-check passes."""
+    """Token for token, each sample kept by one rank; weights streamed from shards on all ranks; the self-check passes."""
     engines, policy, _ = engines
     for temperature in (0.0, 1.0):
         alone = go(engines["vllm"], policy, prompts, n=3, temperature=temperature)
         kept = [r[temperature] for r in spread]
         assert sorted(k for r in kept for k in r) == sorted(alone)
-        assert [len(r) for r in kept] == [3, 3, 3, 3]  # seats of an engine share out its prompts
+        assert {len(r) for r in kept} == {len(alone) // len(spread)}  # seats of an engine share out its prompts
         for k, s in ((k, s) for r in kept for k, s in r.items()):
             assert s.ids.tolist() == alone[k].ids.tolist()
             assert np.abs(s.logp - alone[k].logp).max() < 1e-4
