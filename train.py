@@ -302,15 +302,17 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     """The step's problems, and this rank's graded samples of them, ordered by (slot, index). What is measured is what the
     policy did on the batch as it was drawn, whatever then replaces a part of it."""
     cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
+    arrived = [time.perf_counter()]
 
     def draw(problems: dict[int, Problem], *key: int) -> list[Sample]:
         with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt) as bar:
             found = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                            (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg, bar))
+                            (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg, bar, arrived))
         return [shape(s, cfg) for s in found]
 
     samples = draw(share(batch, run.engine))
     measure_samples(meter, samples)
+    meter.add("rollout_tail", arrived[-1] - arrived[int(0.9 * len(arrived))], arrived[-1] - arrived[0])
     if step == 0:
         first_look(run, batch, samples)
     if cfg.resample_rounds and not dist.stop_asked():
@@ -382,10 +384,11 @@ def group(samples: Sequence[Sample], cfg: Config) -> list[list[Sample]]:
     return [list(samples[i:i + n]) for i in range(0, len(samples), n)]
 
 
-def asked(cfg: Config, bar: tqdm) -> bool:
+def asked(cfg: Config, bar: tqdm, arrived: list[float]) -> bool:
     """Called at each response: whether this rank may leave sampling early, for it was asked to stop and no other waits for its
-    engine's part. Moves the bar."""
+    engine's part. Moves the bar and notes the time."""
     bar.update()
+    arrived.append(time.perf_counter())
     return bool(dist.ASKED) and cfg.tp == 1
 
 
@@ -396,7 +399,7 @@ def evaluate_all(run: Run, step: int) -> dict[str, float]:
         part = share(problems, run.engine)
         n = cfg.eval_samples[which % len(cfg.eval_samples)]
         with run.log.bar(f"Eval {name}", len(part) * n) as bar:
-            samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar))
+            samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar, []))
         for k, (total, count) in scores.items():
             meter.add(f"eval/{name}/{k}", total, count)
         rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])

@@ -98,7 +98,8 @@ def outcome(out: Path) -> tuple[list[dict], dict[str, bytes]]:
     """What must not depend on what happened: metrics without clock and memory, and the exported weights."""
     from log import read_metrics
 
-    rows = [{k: v for k, v in r.items() if not k.startswith(("time", "tokens_per_s", "mem"))} for r in read_metrics(out)]
+    clock = ("time", "tokens_per_s", "mem", "rollout_tail")
+    rows = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in read_metrics(out)]
     return rows, {w: (out / f"export/{w}/model.safetensors").read_bytes() for w in ("policy", "critic")}
 
 
