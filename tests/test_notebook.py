@@ -43,6 +43,7 @@ def execute(base: str, steps: int) -> dict:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.close("all")  # what this process was forked with
     os.environ |= {"BASE": base, "STEPS": str(steps)}
     os.chdir(NOTEBOOK.parent)
     names: dict = {"__name__": "__main__"}
