@@ -36,9 +36,8 @@ endif
 	$(PIP) pytest==9.2.0 ruff==0.17.5
 	touch $@
 
-# Two threads, for nothing else runs meanwhile.
 $(BASE)/tiny.json: .venv/.demo
-	OMP_NUM_THREADS=2 .venv/bin/python tiny.py $(BASE) --seed $(SEED)
+	.venv/bin/python tiny.py $(BASE) --seed $(SEED)
 
 # A demo that was interrupted goes on; one that finished starts over.
 demo: $(BASE)/tiny.json
