@@ -24,6 +24,8 @@ CANNOT = {
     "make rehearse": "33 processes and minutes",
     "make chaos": "twenty runs",
     "torchrun": "GPUs, or several machines; that torchrun and train.py take its flags is checked below",
+    "python train.py tiny-grpo": "a run of minutes; test_train.py runs such with a reward and data of its own",
+    "python log.py runs/mine": "what the command before leaves; test_log.py runs it",
     "python rollout.py": "long responses; test_recipes.py runs it with short ones",
     "sbatch": "a cluster",
     "srun": "a cluster",
@@ -32,7 +34,7 @@ CANNOT = {
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode", "signal",
          "cpus-per-task"}
 NO_FILES = {"NET/IB", "NET/Socket"}  # words of NCCL's
-YOURS = {"my_reward.py", "FILE.py"}  # the user's own
+YOURS = {"my_reward.py", "FILE.py", "mine.jsonl"}  # the user's own
 # Metrics that only some settings bring, and the settings.
 ONLY = {"kl": dict(kl_coef=0.1), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
         "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "time/ref": dict(kl_coef=0.1),
