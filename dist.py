@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import hashlib
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -63,11 +65,33 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(where)
     if not td.is_initialized():
         # Our own watch ends a stalled phase first, with stacks.
-        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo",
-                              timeout=datetime.timedelta(seconds=1.5 * stall_limit + 60))
+        timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
+        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, store=fresh_store(timeout),
+                              rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         watch(stall_limit)
     kind = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(td.get_rank(), td.get_world_size(), where, kind)
+
+
+def fresh_store(timeout: datetime.timedelta) -> td.Store | None:
+    """Where these ranks, and none before them, leave each other word; None: where torch would. torchrun's agents keep one
+    store over all restarts (torch 2.13), and a restarted rank that finds a dead one's address in it waits there forever. A
+    count of restarts would not tell them apart, for it differs between nodes: so each rank puts a word of its own there, and
+    all go where the words of all lead, which they do once every rank has read every new word."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, size, mine = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), secrets.token_hex(8)
+    store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    store.set(f"torz/{size}/{rank}", mine)
+    until = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until:
+        words = store.multi_get([f"torz/{size}/{r}" for r in range(size)])
+        here = td.PrefixStore(hashlib.sha256(b"".join(words)).hexdigest(), store)
+        here.set(f"read/{rank}", "")
+        if here.check([f"read/{r}" for r in range(size)]):
+            return here
+        time.sleep(0.05)
+    raise RuntimeError(f"rank {rank} waited {timeout.total_seconds():.0f} s for the others to start")
 
 
 # --- parameters
@@ -170,6 +194,11 @@ def gather(x: Any) -> list[Any]:
     out: list[Any] = [None] * td.get_world_size()
     td.all_gather_object(out, x)
     return out
+
+
+def gather_rows(rows: list[dict]) -> list[dict]:
+    """All ranks' rows of samples, ordered by (slot, index), on every rank."""
+    return sorted((row for part in gather(rows) for row in part), key=lambda r: (r["slot"], r["index"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:

@@ -42,6 +42,20 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
     return out
 
 
+def meet(port: int, late: int) -> tuple[int, bool]:
+    """Start beside the other rank on the store that an agent keeps, `late` after the other; sum something, leave a word."""
+    os.environ["MASTER_PORT"] = str(port)
+    if int(os.environ["RANK"]) == late:
+        time.sleep(1)
+    dist.init("cpu", "float32", stall_limit=10)
+    total = int(dist.all_sum(torch.tensor(dist.td.get_rank() + 1)))
+    store = dist.td.distributed_c10d._get_default_store()
+    found = store.check(["word"])
+    dist.gather(None)
+    store.set("word", "")
+    return total, found
+
+
 def all_gradients(jobs) -> list[dict]:
     """gradients(cfg, samples) of each job, in one start of the ranks."""
     return [gradients(*job) for job in jobs]

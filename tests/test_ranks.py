@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import run_ranks
-from ranks import all_gradients, make_samples, weights
+from ranks import all_gradients, make_samples, meet, weights
 
 from configs import PRESETS
 
@@ -78,3 +78,12 @@ def test_full_weights_are_the_files(which, request):
     for got in run_ranks(2, weights, path):
         assert set(got) == set(files)
         assert all(torch.equal(got[k], files[k]) for k in files)
+
+
+def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
+    """torchrun's agent keeps one store for all restarts. Three starts of two ranks on one store, the later rank finding the
+    other's and its own old addresses there each time; nor does what the first left in the store reach the next."""
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for late in (0, 1, 0):
+        assert run_ranks(2, meet, agent.port, late) == [(3, False)] * 2
