@@ -110,9 +110,9 @@ def newest(out: Path) -> int:
     return max((int(p.name[-6:]) for p in complete(out)), default=0)
 
 
-def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> dict:
+def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> dict | None:
     """Start the nodes and kill a rank, or lose a node, at a random moment of a run that takes `length` seconds, or inside a
-    save; says what was done."""
+    save; says what was done. None: the run was quicker."""
     for i in range(nodes.count):
         nodes.start(i)
     began, moment = time.monotonic(), rng.uniform(0.1, 0.9) * length
@@ -125,15 +125,16 @@ def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> d
             break
         time.sleep(0.001 if in_save else 0.05)
     ranks, had = nodes.ranks(), newest(nodes.out)
+    if not ranks or any(a.poll() is not None for a in nodes.agents):
+        return None
     if nodes.count > 1:
         nodes.lose(1)
         time.sleep(rng.uniform(1, 10))
         nodes.start(1)
         done = "node 1 lost"
     else:
-        victim = rng.choice(sorted(ranks)) if ranks else None
-        if victim is not None:
-            os.kill(ranks[victim], signal.SIGKILL)
+        victim = rng.choice(sorted(ranks))
+        os.kill(ranks[victim], signal.SIGKILL)
         done = f"rank {victim} killed"
     return {"done": done, "after_s": round(time.monotonic() - began, 1), "in_save": in_save, "had": had}
 
@@ -159,10 +160,11 @@ def main() -> None:
     print(json.dumps({"run": "undisturbed", "seconds": round(length, 1), "namespaces": bool(calm.names)}), flush=True)
     bad = 0
     for i in range(args.runs):
-        nodes = Nodes(args.nodes, base, out / f"run{i:02d}")
-        said = disturb(nodes, rng, length, in_save=i % 3 == 2)
-        codes = nodes.wait()
-        text = (out / f"run{i:02d}.0.log").read_text(errors="replace")
+        said, attempt = None, 0
+        while said is None:
+            nodes = Nodes(args.nodes, base, out / f"run{i:02d}{'abc'[attempt]}")
+            said, codes, attempt = disturb(nodes, rng, length, in_save=i % 3 == 2), nodes.wait(), attempt + 1
+        text = Path(f"{nodes.out}.0.log").read_text(errors="replace")
         resumed = [int(n) for n in re.findall(r"resumed after (\d+) steps", text)]
         same = not any(codes) and outcome(nodes.out) == want
         kept = (resumed or [0])[-1] >= said["had"]
