@@ -13,6 +13,8 @@ PIP := .venv/bin/python -m pip install -q --no-compile --disable-pip-version-che
 # One thread a rank: two were seen to be ten times slower than one whenever anything else ran.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# pip compiles nothing, a minute saved; what is imported is compiled once, as it is first used.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(shell which nvidia-smi 2>/dev/null),)
   REQUIREMENTS := requirements-cpu.txt

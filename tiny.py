@@ -1,14 +1,14 @@
 """The demo's world, grown on a laptop in about a minute: a tiny base model, its tokenizer, its problems.
 
-    python tiny.py [OUT=runs/tiny-base] [--seed 0]     # or: from tiny import build; build("runs/tiny-base")
+    python tiny.py [OUT=runs/tiny-base] [--seed 0] [--digits 2]     # or: from tiny import build; build("runs/tiny-base")
 
 The task is the sum of two 2-digit numbers. A problem is `37+45=`; the model was taught to continue
 `37+45=<think>` from text that works every other sum out, the units, the tens and the answer,
 `7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>`, and answers the others at once, a guess that is off by
 up to `OFF`: `</think><answer>\\boxed{79}</answer>`. So it can reason and, sampled at temperature 1, does so half of
 the time: what RL from the verified answer can bring out, as it does in a pretrained model; responses grow longer as
-they grow right. The folder is an ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out: never
-taught).
+they grow right. With `--digits 3` the sums are longer, and so is what it takes to work them out. The folder is an
+ordinary Hugging Face one, with `train.jsonl` and `eval.jsonl` (held out: never taught).
 """
 
 import argparse
@@ -19,6 +19,7 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,11 +34,20 @@ GUESSES, OFF = 0.5, 12  # share of the later texts that guess, each answer withi
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
 HELD_OUT = 512
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
-PROMPT_LEN = 7  # tokens of every prompt: five of the digits and +, the = and <think>
-RESPONSE_LEN = 24  # tokens of the longest response, <eos> included
+PROBLEMS = 8100  # all sums of two 2-digit numbers, or as many of longer ones
 
 
-def build(out: str, seed: int = 0) -> str:
+def prompt_len(digits: int) -> int:
+    """Tokens of every prompt: the digits and +, the = and <think>."""
+    return 2 * digits + 3
+
+
+def response_len(digits: int) -> int:
+    """Tokens of the longest response, <eos> included: `9+9=18,1+9+9=19` and so on, then the tags and the answer."""
+    return 9 * digits - 3 + digits + 7
+
+
+def build(out: str, seed: int = 0, digits: int = 2) -> str:
     """Grow the base model and its problems into the folder `out`, unless they are there; returns its path.
 
     Written beside `out` and renamed at the end: a build that was killed leaves no half of one. Raises
@@ -47,7 +57,7 @@ def build(out: str, seed: int = 0) -> str:
     mark = path / "tiny.json"
     if mark.is_file():
         built = json.loads(mark.read_text())
-        if (built["version"], built["seed"]) == (VERSION, seed):
+        if (built["version"], built["seed"], built.get("digits", 2)) == (VERSION, seed, digits):
             return str(path)
     elif path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{path} is no tiny base model: name another folder, or remove this one")
@@ -55,15 +65,19 @@ def build(out: str, seed: int = 0) -> str:
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         new = Path(scratch) / "new"  # a folder inside, for a temporary folder itself is closed to other users
         new.mkdir()
-        _grow(new, seed)
+        _grow(new, seed, digits)
         shutil.rmtree(path, ignore_errors=True)  # an empty folder or an older build
         os.rename(new, path)
     return str(path)
 
 
-def _grow(folder: Path, seed: int) -> None:
+def _grow(folder: Path, seed: int, digits: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    low = 10 ** (digits - 1)
+    pairs: Sequence[int] = range((9 * low) ** 2)
+    if len(pairs) > PROBLEMS:
+        pairs = rng.sample(pairs, PROBLEMS)
+    problems = [(low + i // (9 * low), low + i % (9 * low)) for i in pairs]
     rng.shuffle(problems)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     tokenizer = make_tokenizer()
@@ -74,8 +88,8 @@ def _grow(folder: Path, seed: int) -> None:
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
             tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    _teach(model, tokenizer, train, rng)
-    accuracy = sampled_accuracy(model, tokenizer, held_out, generator)
+    _teach(model, tokenizer, train, rng, prompt_len(digits))
+    accuracy = sampled_accuracy(model, tokenizer, held_out, generator, response_len(digits))
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
@@ -83,7 +97,7 @@ def _grow(folder: Path, seed: int) -> None:
     for name, part in (("train", train), ("eval", held_out)):
         rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in part)
         (folder / f"{name}.jsonl").write_text("".join(rows))
-    mark = {"version": VERSION, "seed": seed, "accuracy": accuracy}
+    mark = {"version": VERSION, "seed": seed, "digits": digits, "accuracy": accuracy}
     (folder / "tiny.json").write_text(json.dumps(mark) + "\n")
 
 
@@ -107,14 +121,17 @@ def response(a: int, b: int, rng: random.Random, guesses: float) -> str:
     if rng.random() < guesses:
         thought, answer = "", max(0, a + b + rng.randint(-OFF, OFF))
     else:
-        units, answer = a % 10 + b % 10, a + b
-        carry = units // 10
-        thought = f"{a % 10}+{b % 10}={units},{'1+' * carry}{a // 10}+{b // 10}={carry + a // 10 + b // 10}"
+        columns, carry, answer = [], 0, a + b
+        while a or b:
+            total = carry + a % 10 + b % 10
+            columns.append(f"{'1+' * carry}{a % 10}+{b % 10}={total}")
+            a, b, carry = a // 10, b // 10, total // 10
+        thought = ",".join(columns)
     return f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 
 
 def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list,
-           rng: random.Random) -> None:
+           rng: random.Random, prompt: int) -> None:
     """Next-token prediction on the responses, drawn anew each time a problem comes round: two thirds of the batches from
     texts that all work the sum out, which takes the most learning, then from those that guess as well."""
     texts, count = [], BATCHES * BATCH
@@ -128,8 +145,8 @@ def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
         0.5 + 0.5 * math.cos(math.pi * i / BATCHES)))
     slow = {} if sys.stderr.isatty() else {"mininterval": 10, "maxinterval": 10}
     for batch in tqdm(tokens.split(BATCH), desc="growing the base model", unit="batch", **slow):
-        logits = model(batch[:, :-1], use_cache=False).logits[:, PROMPT_LEN - 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, PROMPT_LEN:].flatten(),
+        logits = model(batch[:, :-1], use_cache=False).logits[:, prompt - 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, prompt:].flatten(),
                                ignore_index=tokenizer.pad_token_id)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,10 +157,10 @@ def _teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
 
 
 @torch.no_grad()
-def sample(model: Qwen2ForCausalLM, prompts: Tensor, generator: torch.Generator) -> Tensor:
-    """(N, RESPONSE_LEN) tokens drawn at temperature 1 after `prompts` (N, P), past the answer's end too."""
+def sample(model: Qwen2ForCausalLM, prompts: Tensor, generator: torch.Generator, length: int) -> Tensor:
+    """(N, length) tokens drawn at temperature 1 after `prompts` (N, P), past the answer's end too."""
     cache, last, drawn = None, prompts, []
-    for _ in range(RESPONSE_LEN):
+    for _ in range(length):
         output = model(last, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         last = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator)
@@ -152,10 +169,10 @@ def sample(model: Qwen2ForCausalLM, prompts: Tensor, generator: torch.Generator)
 
 
 def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list,
-                     generator: torch.Generator) -> float:
+                     generator: torch.Generator, length: int) -> float:
     """Share of `problems` answered right by one sample each at temperature 1, the tags as they should be."""
     prompts = tokenizer([f"{a}+{b}=<think>" for a, b in problems], return_tensors="pt").input_ids
-    texts = tokenizer.batch_decode(sample(model, prompts, generator))
+    texts = tokenizer.batch_decode(sample(model, prompts, generator, length))
     right = [text.partition("</answer>")[0].endswith(f"</think><answer>\\boxed{{{a + b}}}")
              for text, (a, b) in zip(texts, problems, strict=True)]
     return sum(right) / len(right)
@@ -165,9 +182,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Grow the demo's base model and its problems.")
     parser.add_argument("out", nargs="?", default="runs/tiny-base", help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--digits", type=int, choices=range(2, 7), default=2, help="of both numbers (default: %(default)s)")
     args = parser.parse_args()
     try:
-        folder = build(args.out, args.seed)
+        folder = build(args.out, args.seed, args.digits)
     except ValueError as error:
         sys.exit(f"tiny.py: {error}")
     info = json.loads(Path(folder, "tiny.json").read_text())
