@@ -28,6 +28,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dist
@@ -102,7 +103,7 @@ def _what_runs(cfg: Config) -> dict[str, str]:
 def _lack_of_space(cfg: Config, folder: Path) -> str:
     """Why the disk is too small for this run, or nothing."""
     policy, critic = shapes(cfg)
-    files = plan.disk(cfg, policy.policy + (critic.critic if cfg.algo == "ppo" else 0))
+    files = plan.disk(cfg, policy.policy, critic.critic if cfg.algo == "ppo" else 0)
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     if free >= files["needed"]:
         return ""
@@ -133,6 +134,8 @@ class Saver:
         self.saved = self.step = saved  # steps that a complete checkpoint holds; and the one in flight
         self.kind = AsyncCheckpointerType.PROCESS if aside else AsyncCheckpointerType.THREAD
         self.group = td.new_group(backend="gloo")  # its collectives must not meet the training's
+        self.planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # what lies where is the same at each save
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))  # plain copies, whose memory is kept
         self.pool = ThreadPoolExecutor(1)
         self.flying: Future | None = None
         self.told, self.failures = False, 0
@@ -154,17 +157,18 @@ class Saver:
                 shutil.rmtree(left, ignore_errors=True)
             part.mkdir(parents=True)
         td.barrier()
-        state, writer = _state(self.models), dcp.FileSystemWriter(part)
+        state = _state(self.models)
+        how = dict(storage_writer=dcp.FileSystemWriter(part), planner=self.planner, process_group=self.group)
         self.told = False
         if wait or self.failures:  # after a failure without the process that may have caused it
             self.flying = Future()
             try:
-                dcp.save(state, storage_writer=writer, process_group=self.group)
+                dcp.save(state, **how)
                 self.flying.set_result(self._complete(part, None))
             except (Exception, CheckpointException) as e:
                 self.flying.set_exception(self._failed(part, e))
             return (self.finish() if wait else "") or said
-        written = dcp.async_save(state, storage_writer=writer, process_group=self.group, async_checkpointer_type=self.kind)
+        written = dcp.async_save(state, async_checkpointer_type=self.kind, async_stager=self.stager, **how)
         self.flying = self.pool.submit(self._complete, part, written)
         return said
 
