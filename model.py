@@ -28,9 +28,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoTokenize
 
 from configs import need
 from data import Pack
-
-CHUNK_BYTES = 2**28  # of fp32 logits held at once; a few such buffers live together
-
+from plan import CHUNK_BYTES
 
 # --- attention
 
@@ -101,31 +99,31 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logp, entropy, total = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
         for c in chunks(len(targets), len(weight)):
-            z = logits_fp32(hidden[c], weight) / temperature
-            total[c] = z.logsumexp(-1)
-            logp[c] = z.gather(1, targets[c, None])[:, 0] - total[c]
-            entropy[c] = total[c] - (torch.softmax(z, -1) * z).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, total, entropy)
+            every = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
+            logp[c] = every.gather(1, targets[c, None])[:, 0]
+            entropy[c] = -torch.linalg.vecdot(every.exp(), every)
+        ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, total, entropy = ctx.saved_tensors
-        g_logp = torch.zeros_like(total) if g_logp is None else g_logp
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
         g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for c in chunks(len(targets), len(weight)):
-            logp = logits_fp32(hidden[c], weight) / ctx.temperature - total[c, None]
-            p = logp.exp()
+            every = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
             # d logp_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
-            g = -p * g_logp[c, None]
-            if g_entropy is not None:
-                g -= p * (logp + entropy[c, None]) * g_entropy[c, None]
+            g = every.exp()
+            if g_entropy is None:
+                g *= -g_logp[c, None]
+            else:
+                g *= every.add_(entropy[c, None]).mul_(g_entropy[c, None]).add_(g_logp[c, None]).neg_()
             g.scatter_add_(1, targets[c, None], g_logp[c, None])
-            g = (g / ctx.temperature).to(weight.dtype)
+            g = g.div_(ctx.temperature).to(weight.dtype)
             g_hidden[c] = g @ weight
             g_weight += g.t() @ hidden[c]
         return g_hidden, g_weight.to(weight.dtype), None, None
