@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import json
 import os
 import re
@@ -79,6 +80,11 @@ class Sample:
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.ids)
+
+    @property
+    def score(self) -> float:
+        """What training wants more of: the reward, less what the length costs."""
+        return self.reward + self.penalty
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +243,9 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Proble
     """The step's prompts: the problems in an order reshuffled each epoch, a pure function of (seed, step)."""
     weights = tuple(p.weight for p in problems)
     n, first = epoch_len(problems), step * cfg.prompts_per_step
-    return [problems[_order(cfg.seed, i // n, weights)[i % n]] for i in range(first, first + cfg.prompts_per_step)]
+    last = first + cfg.prompts_per_step
+    orders = {epoch: _order(cfg.seed, epoch, weights) for epoch in range(first // n, -(-last // n))}
+    return [problems[orders[i // n][i % n]] for i in range(first, last)]
 
 
 def spare_at(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
@@ -268,6 +276,11 @@ def _order(seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
 
 
 # --- packs
+
+
+def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples that are ordered by (slot, index), a list a prompt."""
+    return [list(group) for _, group in itertools.groupby(samples, lambda s: s.slot)]
 
 
 def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int, quad: float = 0.0) -> list[list[list[list[int]]]]:
@@ -326,7 +339,7 @@ def pack(samples: Sequence[Sample]) -> Pack:
     tokens = lay(lambda s: s.prompt, lambda s: s.ids, torch.int64)
     ends = torch.tensor(lengths).cumsum(0)
     rewards = torch.zeros(len(tokens))
-    rewards[ends - 1] = torch.tensor([s.reward + s.penalty for s in samples])
+    rewards[ends - 1] = torch.tensor([s.score for s in samples])
     return Pack(
         tokens=tokens,
         positions=torch.cat([torch.arange(n) for n in lengths]),

@@ -77,9 +77,15 @@ def fresh_store(timeout: datetime.timedelta) -> td.Store | None:
     """Where these ranks, and none before them, leave each other word; None: where torch would. torchrun's agents keep one
     store over all restarts (torch 2.13), and a restarted rank that finds a dead one's address in it waits there forever. A
     count of restarts would not tell them apart, for it differs between nodes: so each rank puts a word of its own there, and
-    all go where the words of all lead, which they do once every rank has read every new word."""
+    all go where the words of all lead, which they do once every rank has read every new word.
+
+    What can't be mended from here: agents that keep their store never tell its address to a node that takes a lost one's
+    place."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    if os.environ["RANK"] == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        print("torchrun will let no node back in that was lost; it does where TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is exported "
+              "on every node before it starts")
     rank, size, mine = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), secrets.token_hex(8)
     store = td.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     store.set(f"torz/{size}/{rank}", mine)

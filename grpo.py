@@ -43,9 +43,9 @@ def keep_groups(rewards: Tensor) -> Tensor:
     return (rewards != rewards[:, :1]).any(1)
 
 
-def overlong_penalty(lengths: Tensor, max_len: int, buffer: int) -> Tensor:
+def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
     """DAPO's soft punishment (2503.14476, eq. 13): 0 up to max_len - buffer tokens, then linearly down to -1."""
-    return -((lengths - (max_len - buffer)) / buffer).clamp(0, 1)
+    return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
 def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float, responses: float,

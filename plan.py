@@ -24,8 +24,8 @@ from configs import NODE, PRESETS, Config, UserError, nearest, need, parse
 
 GIB = 2**30
 STATE_BYTES = 12  # a parameter at rest and in a checkpoint: weight and AdamW's two moments, fp32
-CHUNK_BYTES = 2**28  # model.py's chunk of logits,
-CHUNKS = 6  # of which its backward pass holds so many at once
+CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once,
+CHUNKS = 6  # of which its backward pass holds so many
 OWN = 1.5 * GIB  # of a GPU, outside PyTorch's allocator: CUDA's context, NCCL's buffers
 ENGINE_OWN = 1.5 * GIB  # vLLM's activations and CUDA graphs, without the logits of its sampler
 PROCESS = 5 * GIB  # of the host, for one rank's libraries (torch, CUDA, vLLM)
@@ -253,7 +253,7 @@ def memory(c: Case) -> dict[str, list[Moment]]:
         work = ENGINE_OWN + sampler
         cache = max(cfg.engine_share * c.gpu.memory - engine["engine"] - work, 0.0)
     else:
-        work, cache = sampler, 2**28 if c.vllm else rows * cfg.model_len * c.kv
+        work, cache = sampler, 2**28 if c.vllm else rows * cfg.engine_len * c.kv
     arriving = {"weights": 4 * p.policy / c.shards, "gathered": 2 * b * max(root, p.layer)}
     out = {"sync": [arriving | engine | beside(4 * p.policy)],
            "rollout": [engine | {"engine's work": work, "KV cache": cache} | beside(0)]}
@@ -283,9 +283,11 @@ def host_memory() -> float:
         return 0.0
 
 
-def disk(cfg: Config, trained: int) -> dict[str, int]:
-    """Bytes of one checkpoint, how many lie there at most, bytes of the exports (bf16) and of all of it."""
-    one, count, exports = STATE_BYTES * trained, cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data), 2 * trained
+def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
+    """Bytes of one checkpoint, how many lie there at most, bytes of the exports (bf16) and of all of it, for a policy and a
+    critic of so many parameters. A reference is in it if it changes."""
+    one = STATE_BYTES * (policy + critic) + 4 * policy * bool(cfg.kl_coef and cfg.ref_refresh)
+    count, exports = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data), 2 * (policy + critic)
     return {"checkpoint": one, "checkpoints": count, "exports": exports, "needed": count * one + exports}
 
 
@@ -334,9 +336,9 @@ def misfit(c: Case) -> str:
     for phase, items in moments:
         if sum(v * (SLACK if k in ESTIMATED else 1) for k, v in items.items()) > c.gpu.memory:
             return f"{words(phase, items)}, and a GPU has {gib(c.gpu.memory)}"
-    if kv_tokens(c) < c.cfg.model_len:
+    if kv_tokens(c) < c.cfg.engine_len:
         return (f"the engine's {c.cfg.engine_share:.0%} of {gib(c.gpu.memory)} holds {kv_tokens(c):,} tokens beside its "
-                f"weights, and a prompt with its response takes {c.cfg.model_len:,}")
+                f"weights, and a prompt with its response takes {c.cfg.engine_len:,}")
     state = host(c)["state"]
     few = 0 < c.host < state * c.local
     return f"{_some(c.local, 'rank')} keep {gib(state)} each on a machine that has {gib(c.host)}" if few else ""
@@ -508,7 +510,7 @@ def _memory(c: Case) -> dict[str, Row]:
 
 
 def _host_and_disk(c: Case) -> dict[str, Row]:
-    rank, files = host(c), disk(c.cfg, sum(c.trained.values()))
+    rank, files = host(c), disk(c.cfg, **c.trained)
     notes = {"state": "a rank: what waits for its phase (--offload)", "checkpoint": "a rank: the copy that is being written",
              "libraries": "a rank: torch" + ", CUDA, vLLM" * bool(c.gpu)}
     machine = c.local * (sum(rank.values()) + (0 if c.gpu else max(sum(fullest(m).values()) for m in memory(c).values())))

@@ -38,7 +38,7 @@ from torch import Tensor
 from configs import Config, UserError, need, parse
 from data import Problem, Sample
 from model import Policy, Segments, load_config, logits_fp32
-from reward import Grader
+from reward import KINDS, Grader
 
 TRAIN, EVAL, CHECK = 1, 2, 3  # streams of randomness
 
@@ -652,6 +652,16 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
     return (VLLMEngine if kind == "vllm" else TorchEngine)(path, tokenizer, cfg, device, dtype)
 
 
+def make_grader(cfg: Config) -> Grader:
+    """Grading processes beside this rank, with the user's own function if there is one. Raises UserError."""
+    custom = cfg.reward if ":" in cfg.reward else None
+    need(custom or cfg.reward in KINDS, f"no reward {cfg.reward!r}", f"--reward {', '.join(KINDS)} or path/to/file.py:function")
+    try:
+        return Grader(workers=cfg.grade_workers, deadline=cfg.grade_deadline, reward=custom)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+
+
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
             max_tokens: int, key: tuple[int, ...], version: int, quit: Callable[[], bool] = lambda: False) -> list[Sample]:
     """`n` graded samples of each problem (slot -> problem), ordered by (slot, index). Grading goes on beside generation. None
@@ -775,16 +785,14 @@ def main(argv: Sequence[str]) -> None:
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     out = Path(cfg.out if "--out" in " ".join(argv) else Path("runs") / f"eval-{Path(cfg.model).name}")
     meter, rows = Meter(), []
-    custom = cfg.reward if ":" in cfg.reward else None
-    with Grader(cfg.grade_workers, cfg.grade_deadline, custom) as grader, engine.awake(
+    with make_grader(cfg) as grader, engine.awake(
             files_weights(cfg.model, world.device, world.dtype), version=0):
         for which, (path, problems) in enumerate(zip(cfg.eval_data, held_out, strict=True)):
             samples, scores = evaluate(engine, grader, share(problems, engine), cfg, 0, which)
             name = Path(path).stem
             for k, (total, count) in scores.items():
                 meter.add(f"{name}/{k}", total, count)
-            mine = [{"set": name} | row_of(s, problems[s.slot]) for s in samples]
-            rows += sorted((r for part in dist.gather(mine) for r in part), key=lambda r: (r["slot"], r["index"]))
+            rows += dist.gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
     metrics = meter.reduce(dist.all_sum, dist.all_max)
     if world.main:
         out.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ import dist
 import grpo
 import plan
 import ppo
-from data import Pack, Problem, Sample, assign, batch_at, epoch_len, fingerprint, load_problems, pack, spare_at
+from data import Pack, Problem, Sample, assign, batch_at, by_prompt, epoch_len, fingerprint, load_problems, pack, spare_at
 from log import Logger, Meter, story
 from model import load_critic, load_policy, load_tokenizer, logprobs, values
 from reward import REASONS, Grader
@@ -55,6 +55,7 @@ from rollout import (
     check_prompts,
     evaluate,
     make_engine,
+    make_grader,
     reflections,
     repetition,
     rollout,
@@ -116,13 +117,15 @@ def train(run: Run) -> bool:
     for step in range(run.start, cfg.steps + 1):
         began, meter, metrics, last = time.perf_counter(), Meter(world.device), {}, step == cfg.steps
         with engine.awake(dist.full_weights(policy.model, world.device), version=step):
-            if run.held_out and cfg.eval_every and (step % cfg.eval_every == 0 or last):
+            if run.held_out and (step % cfg.eval_every == 0 or last):
                 with dist.phase("eval"):
                     metrics |= evaluate_all(run, step)
             if not last:
                 with dist.phase("rollout"):
                     batch, samples = sample_step(run, step, meter)
-        if dist.stop_asked():  # nothing of this step has been learned yet
+        with dist.phase("wait"):  # for the slowest engine
+            stopping = dist.stop_asked()
+        if stopping:  # nothing of this step has been learned yet
             return stop(run, step)
         if last:
             if metrics:
@@ -134,7 +137,7 @@ def train(run: Run) -> bool:
             parts = make_packs(samples, step, cfg, world, policy.model)
             measure_work(meter, samples, policy.model, cfg)
             if step % (cfg.eval_every or 10) == 0:
-                log.rows("samples", step, gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
+                log.rows("samples", step, dist.gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
         if ref:
             with dist.phase("ref"), dist.resident(ref, None, world.device, cfg.offload):
                 parts = each(parts, lambda p: replace(p, ref_logp=frozen(logprobs, ref, p, cfg.temperature)[0]))
@@ -193,7 +196,7 @@ def prepare(cfg: Config) -> Run:
     say = print if world.main else lambda text: None
     tokenizer = load_tokenizer(cfg.model)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
-    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data}
+    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data if cfg.eval_every}
     cfg = cfg.with_steps(epoch_len(problems))
     told = check_plan(cfg, world, epoch_len(problems), say)
     grader = make_grader(cfg)
@@ -248,17 +251,6 @@ def check_engine(engine: Engine, policy: Trainee, problems: Sequence[Problem], w
     return f"self-check: engine and trainer agree to {max(gap for _, gap in found):.1e} nats a token"
 
 
-def make_grader(cfg: Config) -> Grader:
-    """Grading processes beside this rank, with the user's own function if there is one."""
-    custom = cfg.reward if ":" in cfg.reward else None
-    if not custom and cfg.reward not in ("math", "choice", "exact"):
-        raise UserError(f"no reward {cfg.reward!r}; needed: --reward math, choice, exact or path/to/file.py:function")
-    try:
-        return Grader(workers=cfg.grade_workers, deadline=cfg.grade_deadline, reward=custom)
-    except ValueError as e:
-        raise UserError(str(e)) from None
-
-
 def load_models(cfg: Config, world: dist.World) -> tuple[Trainee, Trainee | None, nn.Module | None]:
     """Policy, critic (PPO only) and reference (only where its coefficient isn't 0), sharded, in fp32."""
     over = dist.mesh(world, cfg.shard_ranks)
@@ -266,7 +258,9 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Trainee, Trainee | None
     home = "cpu" if cfg.offload else world.device
 
     def trainee(name: str, model: nn.Module, lr: float) -> Trainee:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay)
+        # Without `fused` a CPU steps through the parameters one by one.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
+                                      fused=world.device.type == "cpu" or None)
         return Trainee(name, model, optimizer)
 
     policy = trainee("policy", load_policy(cfg.model, home, place), cfg.policy_lr)
@@ -352,7 +346,7 @@ def shape(s: Sample, cfg: Config) -> Sample:
     """A sample with what its length costs it (DAPO, arXiv 2503.14476, eq. 13), or left out of the loss for it."""
     penalty = 0.0
     if cfg.overlong_buffer:
-        penalty = float(grpo.overlong_penalty(torch.tensor(len(s.ids)), cfg.max_response_len, cfg.overlong_buffer))
+        penalty = grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer)
     return replace(s, penalty=penalty, trained=s.stopped or not cfg.mask_truncated)
 
 
@@ -361,10 +355,10 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
     """Put other prompts in the place of those whose samples all score the same and so teach nothing (DAPO's dynamic sampling),
     for up to --resample_rounds rounds; what is uniform then stays, with advantage 0."""
     cfg, batch = run.cfg, list(batch)
-    groups = {g[0].slot: g for g in group(samples, cfg)}
+    groups = {g[0].slot: g for g in by_prompt(samples)}
     for round in range(1, cfg.resample_rounds + 1):
         dull = torch.zeros(len(batch), dtype=torch.int64)
-        dull[[slot for slot, g in groups.items() if len({s.reward + s.penalty for s in g}) == 1]] = 1
+        dull[list(groups)] = 1 - grpo.keep_groups(scores([s for g in groups.values() for s in g], cfg)).long()
         slots = dist.all_sum(dull).nonzero()[:, 0].tolist()
         if not slots:
             return batch, [s for slot in sorted(groups) for s in groups[slot]]
@@ -372,16 +366,10 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         for slot in slots:
             batch[slot] = spare[slot]
             groups.pop(slot, None)
-        groups |= {g[0].slot: g for g in group(draw(share({s: batch[s] for s in slots}, run.engine), round), cfg)}
+        groups |= {g[0].slot: g for g in by_prompt(draw(share({s: batch[s] for s in slots}, run.engine), round))}
     run.log.alarm(f"step {step}: prompts are still uniform after {cfg.resample_rounds} rounds (--resample_rounds), and "
                   "train with advantage 0: the data is too easy or too hard")
     return batch, [s for slot in sorted(groups) for s in groups[slot]]
-
-
-def group(samples: Sequence[Sample], cfg: Config) -> list[list[Sample]]:
-    """Samples, ordered by (slot, index), by prompt."""
-    n = cfg.samples_per_prompt
-    return [list(samples[i:i + n]) for i in range(0, len(samples), n)]
 
 
 def asked(cfg: Config, bar: tqdm, arrived: list[float]) -> bool:
@@ -402,23 +390,22 @@ def evaluate_all(run: Run, step: int) -> dict[str, float]:
             samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar, []))
         for k, (total, count) in scores.items():
             meter.add(f"eval/{name}/{k}", total, count)
-        rows += gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
+        rows += dist.gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
     run.log.rows("eval", step, rows)
     return meter.reduce(dist.all_sum, dist.all_max)
-
-
-def gather_rows(rows: list[dict]) -> list[dict]:
-    """All ranks' rows, ordered by (slot, index)."""
-    return sorted((row for part in dist.gather(rows) for row in part), key=lambda r: (r["slot"], r["index"]))
 
 
 # --- packs and advantages
 
 
+def scores(samples: Sequence[Sample], cfg: Config) -> Tensor:
+    """(P, n) what each sample of each prompt scored."""
+    return torch.tensor([s.score for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+
+
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Each sample's advantage over the others of its prompt, which all are on this rank."""
-    rewards = torch.tensor([s.reward + s.penalty for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
-    advantages = grpo.group_advantages(rewards, cfg.advantage).flatten().tolist()
+    advantages = grpo.group_advantages(scores(samples, cfg), cfg.advantage).flatten().tolist()
     return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
 
 
@@ -591,12 +578,10 @@ def measure_samples(meter: Meter, samples: Sequence[Sample]) -> None:
     """What the step's samples were like, with Open-Reasoner-Zero's diagnostics."""
     n, lengths = len(samples), [len(s.ids) for s in samples]
     right = [s.reward > 0 for s in samples]
-    groups: dict[int, list[Sample]] = {}
-    for s in samples:
-        groups.setdefault(s.slot, []).append(s)
+    groups = by_prompt(samples)
     meter.add("reward", sum(s.reward for s in samples), n)
-    meter.add("pass@n", sum(any(s.reward > 0 for s in g) for g in groups.values()), len(groups))
-    meter.add("uniform_groups", sum(len({s.reward for s in g}) == 1 for g in groups.values()), len(groups))
+    meter.add("pass@n", sum(any(s.reward > 0 for s in g) for g in groups), len(groups))
+    meter.add("uniform_groups", sum(len({s.reward for s in g}) == 1 for g in groups), len(groups))
     meter.add("response_len", sum(lengths), n)
     meter.add("response_len²", sum(x * x for x in lengths), n)
     meter.add("response_len/right", sum(x for x, r in zip(lengths, right, strict=True) if r), sum(right))
@@ -604,7 +589,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample]) -> None:
     meter.add("truncated", sum(not s.stopped for s in samples), n)
     meter.add("penalty", sum(s.penalty for s in samples), n)
     meter.add("reflections", sum(reflections(s.text) for s in samples), n)
-    meter.add("repetition", sum(repetition(g[0].text) for g in groups.values()), len(groups))  # of one each: it costs
+    meter.add("repetition", sum(repetition(g[0].text) for g in groups), len(groups))  # of one each: it costs
     reasons = Counter(s.reason for s in samples)
     for reason in REASONS:
         meter.add(f"grade/{reason}", reasons[reason], n)
@@ -620,7 +605,14 @@ def measure_work(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg:
 
 def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:
     """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
-    m = meter.reduce(dist.all_sum, dist.all_max)
+    with dist.phase("report"):
+        m = meter.reduce(dist.all_sum, dist.all_max)
+        ledger = engine.ledger.metrics()
+        m |= dict(zip(ledger, dist.all_max(torch.tensor(list(ledger.values()), dtype=torch.float64)).tolist(), strict=True))
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+        m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
+        if world.device.type == "cuda":
+            m["mem/device_peak_gb"] = float(dist.all_max(torch.tensor(torch.cuda.max_memory_allocated() / 2**30)))
     if "returns²" in m:
         spread = m["returns²"] - m["returns"] ** 2
         m["explained_variance"] = 1 - (m["error²"] - m["error"] ** 2) / spread if spread > 1e-12 else 0.0
@@ -629,17 +621,11 @@ def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: 
     if m.get("tis²"):
         m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
     seconds = time.perf_counter() - began
-    ledger = engine.ledger.metrics()
-    m |= dict(zip(ledger, dist.all_max(torch.tensor(list(ledger.values()), dtype=torch.float64)).tolist(), strict=True))
     m |= {f"time/{k}": v for k, v in dist.times().items()} | {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-    m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
-    if world.device.type == "cuda":
-        m["mem/device_peak_gb"] = float(dist.all_max(torch.tensor(torch.cuda.max_memory_allocated() / 2**30)))
-        peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops
-        if peak:
-            m["mfu"] = m["flops"] / (seconds * peak * world.size)
-    m.pop("flops")
+    m["tflops"] = m.pop("flops") / (seconds * world.size * 1e12)
+    peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops if world.device.type == "cuda" else 0
+    if peak:
+        m["mfu"] = m["tflops"] * 1e12 / peak
     return {k: v for k, v in m.items() if not k.endswith("²")}
 
 

@@ -198,7 +198,7 @@ def resampled(cfg) -> dict:
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
         batch, samples = train.sample_step(run, 0, meter)
     run.grader.close()
-    rewards = {g[0].slot: [s.reward for s in g] for g in train.group(samples, cfg)}
+    rewards = {g[0].slot: [s.reward for s in g] for g in data.by_prompt(samples)}
     return {"drawn": [p.text for p in data.batch_at(run.problems, 0, cfg)], "prompts": [p.text for p in batch],
             "rewards": rewards, "measured": int(meter.sums["pass@n"][1])}
 

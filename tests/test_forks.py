@@ -16,7 +16,8 @@ OPO = [
      '    elif kind == "length_weighted":\n'
      "        centred = rewards - (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
      "    return torch.where(keep_groups(rewards)[:, None], centred, 0)"),
-    ("train.py", "    advantages = grpo.group_advantages(rewards, cfg.advantage).flatten().tolist()",
+    ("train.py", "    advantages = grpo.group_advantages(scores(samples, cfg), cfg.advantage).flatten().tolist()",
+     "    rewards = scores(samples, cfg)\n"
      "    lengths = torch.tensor([len(s.ids) for s in samples], dtype=torch.float64).view_as(rewards)\n"
      "    advantages = grpo.group_advantages(rewards, cfg.advantage, lengths).flatten().tolist()"),
 ]
