@@ -1,4 +1,5 @@
-"""Every recipe learns: each of the family on the tiny task with three seeds, in one table and one plot.
+"""Every recipe learns: each of the family on the tiny task with three seeds, PPO and GRPO also on sums of three digits, where
+the working out is longer than a guess by far, in one table and one plot.
 
     python bench/algorithms.py [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
@@ -31,13 +32,16 @@ from grpo import RECIPES
 from log import read_metrics
 from tiny import build
 
+HARD = "-3-digits"
+
 
 def configs(steps: int) -> dict[str, Config]:
     """What is compared: PPO, and each recipe of grpo.py with what its paper adds, at the demo's size."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     more = {"dapo": dict(resample_rounds=2, overlong_buffer=16)} | dict.fromkeys(("gspo", "cispo"), dict(policy_updates=2))
-    return {"ppo": replace(tiny, algo="ppo", critic_updates=4)} | {
+    every = {"ppo": replace(tiny, algo="ppo", critic_updates=4)} | {
         name: replace(tiny, **fields | more.get(name, {})) for name, fields in RECIPES.items()}
+    return every | {f"{name}{HARD}": every[name] for name in ("ppo", "grpo")}
 
 
 def job(cfg: Config) -> None:
@@ -59,7 +63,8 @@ def result(out: Path) -> dict:
     smooth = [statistics.mean(rewards[max(0, i - 1):i + 2]) for i in range(len(rewards))]
     evals = [r["eval/eval/avg@1"] for r in rows if "eval/eval/avg@1" in r]
     return {"base": evals[0], "accuracy": evals[-1], "steps_to_0.9": next((i for i, r in enumerate(smooth) if r >= 0.9), None),
-            "len_first": steps[0]["response_len"], "len_last": steps[-1]["response_len"], "rewards": rewards}
+            "len_first": steps[0]["response_len"], "len_last": steps[-1]["response_len"], "rewards": rewards,
+            "lengths": [r["response_len"] for r in steps]}
 
 
 def table(results: dict[str, list[dict]]) -> str:
@@ -75,7 +80,7 @@ def table(results: dict[str, list[dict]]) -> str:
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
-    """Mean reward of the seeds over the steps, a panel a recipe, against PPO in grey."""
+    """Mean reward of the seeds over the steps, a panel a recipe, against PPO in grey; for the longer sums their length too."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,6 +97,11 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
         axis.legend(fontsize=7, loc="lower right", title="held-out accuracy", title_fontsize=7)
         axis.grid(alpha=0.3)
         axis.set_ylim(0.4, 1.01)
+        if name.endswith(HARD):
+            lengths = axis.twinx()
+            for r in runs:
+                lengths.plot(r["lengths"], lw=1, ls=":", color="0.3")
+            lengths.set_ylabel("tokens a response (dotted)", fontsize=8)
     for axis in axes.flat[len(results):]:
         axis.axis("off")
     figure.supxlabel("step (256 samples)", fontsize=9)
@@ -109,10 +119,12 @@ def main() -> None:
     parser.add_argument("--base", default="runs/tiny-base", help="base models lie in BASE-SEED")
     args = parser.parse_args()
     names = {k: c for k, c in configs(args.steps).items() if not args.only or k in args.only}
-    bases = [build(f"{args.base}-{seed}", seed) for seed in range(args.seeds)]
-    waiting = [replace(c, seed=seed, model=b, data=(f"{b}/train.jsonl",), eval_data=(f"{b}/eval.jsonl",),
-                       out=str(Path(args.out).absolute() / f"{name}-{seed}"))
-               for seed, b in enumerate(bases) for name, c in names.items()]
+    waiting = []
+    for seed in range(args.seeds):
+        for name, c in names.items():
+            b = build(f"{args.base}-{seed}", seed) if HARD not in name else build(f"{args.base}3-{seed}", seed, digits=3)
+            waiting.append(replace(c, seed=seed, model=b, data=(f"{b}/train.jsonl",), eval_data=(f"{b}/eval.jsonl",),
+                                   out=str(Path(args.out).absolute() / f"{name}-{seed}")))
     waiting = [c for c in waiting if not (Path(c.out) / "export").exists()]  # what ended before an interruption stays
     context, began, running = mp.get_context("fork"), time.monotonic(), []
     while waiting or running:
@@ -120,12 +132,13 @@ def main() -> None:
             cfg = waiting.pop(0)
             running.append((cfg, context.Process(target=job, args=(cfg,))))
             running[-1][1].start()
-        for cfg, process in running:
-            process.join(1)
-            if process.exitcode is not None:
-                print(f"{time.monotonic() - began:5.0f} s  {Path(cfg.out).name}: exit {process.exitcode}", flush=True)
-        running = [(c, p) for c, p in running if p.exitcode is None]
-    results = {n: [result(Path(args.out) / f"{n}-{s}") for s in range(args.seeds)] for n in names}
+        time.sleep(1)
+        ended = [(c, p) for c, p in running if p.exitcode is not None]
+        for cfg, process in ended:
+            print(f"{time.monotonic() - began:5.0f} s  {Path(cfg.out).name}: exit {process.exitcode}", flush=True)
+        running = [r for r in running if r not in ended]
+    results = {n: [result(Path(args.out) / f"{n}-{s}") for s in range(args.seeds)]
+               for n in names}
     to = ROOT / "bench/results"
     facts = {"steps": args.steps, "samples_per_step": 256, "results": results}
     (to / "algorithms.json").write_text(json.dumps(facts, indent=1))

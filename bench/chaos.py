@@ -36,19 +36,23 @@ class Nodes:
         where = ["--standalone"] if count == 1 else [
             "--nnodes", str(count), "--rdzv-backend", "c10d", "--rdzv-id", out.name, "--rdzv-endpoint",
             f"{'10.77.0.1' if self.names else 'localhost'}:{random.Random(out.name).randint(20000, 40000)}"]
-        self.command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(RANKS), "--max-restarts",
-                        "3", "--monitor-interval", "1", "train.py", "tiny-ppo", "--model", base, "--data",
-                        f"{base}/train.jsonl", "--eval_data", f"{base}/eval.jsonl", "--steps", str(STEPS), "--save_every",
-                        str(EVERY), "--eval_every", "4", "--prompts_per_step", "8", "--out", str(out)]
+        self.torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(RANKS),
+                         "--max-restarts", "3", "--monitor-interval", "1"]
+        self.program = ["train.py", "tiny-ppo", "--model", base, "--data", f"{base}/train.jsonl", "--eval_data",
+                        f"{base}/eval.jsonl", "--steps", str(STEPS), "--save_every", str(EVERY), "--eval_every", "4",
+                        "--prompts_per_step", "8", "--out", str(out)]
         self.agents: list[subprocess.Popen] = []
 
     def start(self, node: int) -> None:
         """Begin node's agent in a session of its own, so that a signal to the session is the loss of the machine."""
         inside = ["ip", "netns", "exec", self.names[node]] if self.names else []
+        # A namespace's address is not what the host's name stands for, so torchrun is told who it is.
+        here = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"] if self.names else []
         env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         env |= {"GLOO_SOCKET_IFNAME": f"eth{node}"} if self.names else {}
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.count > 1 else {}  # see dist.fresh_store
         with (self.out.parent / f"{self.out.name}.{node}.log").open("ab") as log:
-            agent = subprocess.Popen([*inside, *self.command], cwd=ROOT, env=env, stdout=log, stderr=log,
+            agent = subprocess.Popen([*inside, *self.torchrun, *here, *self.program], cwd=ROOT, env=env, stdout=log, stderr=log,
                                      start_new_session=True)
         self.agents[node:node + 1] = [agent]
 
@@ -98,7 +102,7 @@ def outcome(out: Path) -> tuple[list[dict], dict[str, bytes]]:
     """What must not depend on what happened: metrics without clock and memory, and the exported weights."""
     from log import read_metrics
 
-    clock = ("time", "tokens_per_s", "mem", "rollout_tail")
+    clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
     rows = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in read_metrics(out)]
     return rows, {w: (out / f"export/{w}/model.safetensors").read_bytes() for w in ("policy", "critic")}
 
@@ -113,6 +117,7 @@ def newest(out: Path) -> int:
 def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> dict | None:
     """Start the nodes and kill a rank, or lose a node, at a random moment of a run that takes `length` seconds, or inside a
     save; says what was done. None: the run was quicker."""
+    shutil.rmtree(nodes.out, ignore_errors=True)
     for i in range(nodes.count):
         nodes.start(i)
     began, moment = time.monotonic(), rng.uniform(0.1, 0.9) * length
@@ -125,7 +130,8 @@ def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> d
             break
         time.sleep(0.001 if in_save else 0.05)
     ranks, had = nodes.ranks(), newest(nodes.out)
-    if not ranks or any(a.poll() is not None for a in nodes.agents):
+    late = had == STEPS and nodes.count > 1  # an agent that comes back to a run that has ended finds nobody
+    if not ranks or late or any(a.poll() is not None for a in nodes.agents):
         return None
     if nodes.count > 1:
         nodes.lose(1)
@@ -160,10 +166,10 @@ def main() -> None:
     print(json.dumps({"run": "undisturbed", "seconds": round(length, 1), "namespaces": bool(calm.names)}), flush=True)
     bad = 0
     for i in range(args.runs):
-        said, attempt = None, 0
+        said = None
         while said is None:
-            nodes = Nodes(args.nodes, base, out / f"run{i:02d}{'abc'[attempt]}")
-            said, codes, attempt = disturb(nodes, rng, length, in_save=i % 3 == 2), nodes.wait(), attempt + 1
+            nodes = Nodes(args.nodes, base, out / f"run{i:02d}")
+            said, codes = disturb(nodes, rng, length, in_save=i % 3 == 2), nodes.wait()
         text = Path(f"{nodes.out}.0.log").read_text(errors="replace")
         resumed = [int(n) for n in re.findall(r"resumed after (\d+) steps", text)]
         same = not any(codes) and outcome(nodes.out) == want

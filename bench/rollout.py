@@ -23,21 +23,6 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [ROOT] + [p for p in sys.path if p != str(Path(__file__).resolve().parent)]  # rollout.py is not this file
 
 
-def copy_bandwidth(device) -> float:
-    """Bytes a second read and written by copying a large tensor: the best of several."""
-    import torch
-
-    x = torch.zeros(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    y, best = torch.empty_like(x), float("inf")
-    for _ in range(8):
-        begin = time.perf_counter()
-        y.copy_(x)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * len(x) / best
-
-
 def bare(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
     """Tokens of vLLM's own generate, nothing asked for but tokens."""
     from vllm import SamplingParams
@@ -59,6 +44,7 @@ def main() -> None:
 
     import dist
     import model
+    from bench.limits import copy_bandwidth
     from configs import PRESETS
     from data import load_problems
     from rollout import VLLMEngine, make_engine

@@ -13,25 +13,33 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-SIZES = {
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128,
-                 vocab_size=1024, max_position_embeddings=4096),
-    "0.5b": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
-                 vocab_size=151936, max_position_embeddings=32768),  # Qwen2.5-0.5B
-}
+SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
-def build(out: str, size: str, seed: int = 0) -> str:
-    """Write the folder: bf16 weights drawn from N(0, 0.02²), tied, and train.jsonl. Returns its path."""
+def config_of(size: str, layers: int = 0, vocab: int = 0):
+    """The Hugging Face config of a shape that plan.py knows, with fewer layers or another vocabulary if asked for."""
+    from transformers import Qwen2Config
+
+    from plan import KNOWN
+
+    s = KNOWN[size]
+    return Qwen2Config(hidden_size=s.hidden, num_hidden_layers=layers or s.layers, num_attention_heads=s.heads,
+                       num_key_value_heads=s.kv_heads, intermediate_size=s.inner, vocab_size=vocab or s.vocab,
+                       max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
+
+
+def build(out: str, size: str, seed: int = 0, layers: int = 0) -> str:
+    """Write the folder: bf16 weights drawn from N(0, 0.02²), and train.jsonl. Returns its path."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     from tiny import make_tokenizer
 
     path, tokenizer = Path(out), make_tokenizer()
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES[size], tie_word_embeddings=True, rope_theta=1e6, bos_token_id=None,
-                                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+    config = config_of(size, layers)
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 42) for b in range(10, 42)]
@@ -42,6 +50,6 @@ def build(out: str, size: str, seed: int = 0) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
-    parser.add_argument("--size", choices=list(SIZES), default="0.5b")
+    parser.add_argument("--size", choices=SIZES, default="0.5b")
     args = parser.parse_args()
     print(build(args.out, args.size))

@@ -1,0 +1,206 @@
+"""The same GRPO job in torz and in TRL: samples a second, memory and what is learned, pair by pair in one run.
+
+    python bench/vs_trl.py [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
+
+Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at most 64 tokens,
+fp32, temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which
+ends after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which mostly goes to 64. Each runs
+on all cores as it is fastest there: torz with a rank a core, TRL with --trl_ranks (1: its threads on all cores). A pair is one
+run of each, in turns first; a run's figure is the median second of its steps after the first three, its memory the largest sum
+of its processes' proportional set sizes. One JSON line a run; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
+REWARD = '''
+def exact(response, answer, kind):
+    """1 where the text ends with the boxed answer inside its tags."""
+    return float(response.replace("</answer>", "").rstrip().endswith("<answer>\\\\boxed{" + answer + "}"))
+
+def digits(response, answer, kind):
+    """Share of digits."""
+    return sum(c.isdigit() for c in response) / max(len(response), 1)
+'''
+
+
+def torz(base: str, reward: str, steps: int, seed: int, out: str) -> None:
+    """One run of train.py's loop; a line of seconds and rewards a step to `out`/steps.jsonl."""
+    import log
+    import train
+    from configs import PRESETS
+
+    done, step = [], log.Logger.step
+
+    def noted(self: log.Logger, number: int, metrics: dict) -> None:
+        step(self, number, metrics)
+        done.append({"at": time.monotonic(), "reward": metrics["reward"]})
+
+    log.Logger.step = noted
+    cfg = replace(PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), reward=f"{out}/reward.py:{reward}", go=True,
+                  seed=seed,
+                  prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=4096, stop=(),
+                  steps=steps, policy_lr=LR, betas=BETAS, lr_decay="constant", warmup_updates=0, weight_decay=0.0, eval_every=0,
+                  save_every=0, out=f"{out}/run")
+    train.main(cfg)
+    if os.environ.get("RANK", "0") == "0":
+        Path(f"{out}/steps.json").write_text(json.dumps(done))
+
+
+def trl(base: str, reward: str, steps: int, seed: int, out: str) -> None:
+    """The same with TRL's trainer."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    space: dict = {}
+    exec(REWARD, space)
+    rows = [json.loads(line) for line in open(f"{base}/train.jsonl")]
+    data = Dataset.from_list([{"prompt": r["prompt"] + "<think>", "answer": r["answer"]} for r in rows])
+    done: list[dict] = []
+
+    def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+        scores = [space[reward](c, a, "") * (ids[-1] == tokenizer.eos_token_id)  # cut by length: 0, as in torz
+                  for c, a, ids in zip(completions, answer, completion_ids, strict=True)]
+        means.append(statistics.mean(scores))
+        return scores
+
+    means: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            done.append({"at": time.monotonic(), "reward": means[-1]})
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config = GRPOConfig(
+        output_dir=f"{out}/trl", per_device_train_batch_size=PROMPTS * SAMPLES // world, num_generations=SAMPLES,
+        max_completion_length=TOKENS, learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], lr_scheduler_type="constant",
+        weight_decay=0.0, max_grad_norm=1.0, beta=0.0, loss_type="dapo", epsilon=0.2, temperature=1.0, num_iterations=1,
+        max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[],
+        logging_strategy="no", disable_tqdm=True, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+    GRPOTrainer(model, score, config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
+    if os.environ.get("RANK", "0") == "0":
+        Path(f"{out}/steps.json").write_text(json.dumps(done))
+
+
+def memory_mb(group: int) -> float:
+    """Proportional set sizes of a session's processes, in MB."""
+    total = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(entry.name)) == group or _started_by(int(entry.name), group):
+                lines = (entry / "smaps_rollup").read_text().splitlines()
+                total += next(int(x.split()[1]) for x in lines if x.startswith("Pss:"))
+        except (OSError, StopIteration):
+            continue
+    return total / 1000
+
+
+def _started_by(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if pid == ancestor:
+            return True
+    return False
+
+
+def job(side: str, python: str, ranks: int, base: str, reward: str, steps: int, seed: int) -> dict:
+    """Run one side in processes of its own; its figures."""
+    with tempfile.TemporaryDirectory() as out:
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        start = [python] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
+                                             "--nproc-per-node", str(ranks)]
+        command = [*start, __file__, "--side", side, "--base", base, "--reward", reward, "--steps", str(steps), "--seed",
+                   str(seed), "--out", out]
+        Path(f"{out}/reward.py").write_text(REWARD)
+        with open(f"{out}/log", "w") as log:
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        peak = [0.0]
+
+        def watch() -> None:
+            while process.poll() is None:
+                peak[0] = max(peak[0], memory_mb(process.pid))
+                time.sleep(2)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            if process.wait() or not Path(f"{out}/steps.json").exists():
+                sys.exit(f"vs_trl.py: {side} failed:\n{Path(f'{out}/log').read_text()[-6000:]}")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        rows = json.loads(Path(f"{out}/steps.json").read_text())
+    seconds = statistics.median(b["at"] - a["at"] for a, b in zip(rows[2:], rows[3:], strict=False))
+    tail = rows[-max(1, len(rows) // 4):]
+    return {"side": side, "ranks": ranks, "threads": threads, "seed": seed, "step_s": round(seconds, 4),
+            "samples_per_s": round(PROMPTS * SAMPLES / seconds, 1), "memory_mb": round(peak[0]),
+            "reward_first": round(rows[0]["reward"], 3),
+            "reward_last_quarter": round(statistics.mean(r["reward"] for r in tail), 3),
+            "rewards": [round(r["reward"], 3) for r in rows]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--task", choices=("sums", "digits"), default="sums")
+    parser.add_argument("--base", help="the model's folder, grown where it is missing")
+    parser.add_argument("--trl_python", default=sys.executable, help="the interpreter that has trl")
+    parser.add_argument("--trl_ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=os.cpu_count(), help="of torz")
+    parser.add_argument("--side", choices=("torz", "trl"), help="run one side in this process: for the program itself")
+    parser.add_argument("--reward", default="exact")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    if args.side:
+        return (torz if args.side == "torz" else trl)(args.base, args.reward, args.steps, args.seed, args.out)
+    base, reward, pairs = args.base or f"runs/vs-trl-{args.task}", {"sums": "exact", "digits": "digits"}[args.task], []
+    if args.task == "sums":
+        from tiny import build
+
+        build(base)
+    elif not (Path(base) / "train.jsonl").exists():
+        from bench.shape import build
+
+        build(base, "tiny")
+    for seed in range(args.pairs):
+        sides = [("torz", sys.executable, args.ranks), ("trl", args.trl_python, args.trl_ranks)]
+        pair = {side: job(side, python, ranks, base, reward, args.steps, seed)
+                for side, python, ranks in (sides if seed % 2 else sides[::-1])}
+        pairs.append(pair)
+        for row in pair.values():
+            print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
+    faster = [p["torz"]["samples_per_s"] / p["trl"]["samples_per_s"] for p in pairs]
+    found = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS, "samples": SAMPLES,
+             "tokens": TOKENS,
+             "times_faster": {"median": round(statistics.median(faster), 2), "pairs": [round(x, 2) for x in faster]},
+             "memory_share": round(statistics.median(p["torz"]["memory_mb"] / p["trl"]["memory_mb"] for p in pairs), 2)}
+    for side in ("torz", "trl"):
+        found[side] = {k: round(statistics.median(p[side][k] for p in pairs), 3)
+                       for k in ("step_s", "samples_per_s", "memory_mb", "reward_last_quarter")}
+    print(json.dumps(found))
+    (ROOT / f"bench/results/vs_trl-{args.task}.json").write_text(json.dumps(found | {"runs": pairs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
