@@ -330,7 +330,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
             return tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}")
     except SystemExit:
         words = re.sub(r"[─-╿\s]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())).strip()
-        raise UserError(f"{words.partition('For full helptext')[0].strip()}; see {prog} {name} --help") from None
+        words = words.partition("For full helptext")[0].removeprefix("Value error Error parsing Config: ").strip()
+        raise UserError(f"{words}; see {prog} {name} --help") from None
 
 
 def check_ranks(cfg: Config, world: int) -> None:
