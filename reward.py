@@ -240,11 +240,36 @@ def _warm() -> None:
     names: dict = {}
     exec("from sympy import *", names)
     sympy_parser.parse_expr = functools.partial(sympy_parser.parse_expr, global_dict=names)
+    _parse_in_two_stages()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     for line in WARM:
         left, _, right = line.partition("=")
         with contextlib.suppress(Exception):
             _math_equal(left, right)
+
+
+def _parse_in_two_stages() -> None:
+    """ANTLR's two-stage parsing: by SLL prediction and, only where that fails, by LL, which looks at the whole context of
+    each rule and is 20 times slower on intervals, sets and tuples. What SLL accepts LL reads the same way."""
+    from antlr4.atn.PredictionMode import PredictionMode
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy as Latex
+
+    parse, create_parser, mode = Latex.parse, Latex.create_parser, [PredictionMode.SLL]
+
+    def create(self, *args):
+        parser = create_parser(self, *args)
+        parser._interp.predictionMode = mode[0]
+        return parser
+
+    def staged(self, latex):
+        try:
+            mode[0] = PredictionMode.SLL
+            return parse(self, latex)
+        except Exception:
+            mode[0] = PredictionMode.LL
+            return parse(self, latex)
+
+    Latex.create_parser, Latex.parse = create, staged
 
 
 def _die() -> None:

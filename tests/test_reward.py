@@ -198,6 +198,15 @@ def test_equality(answer, gold, same, why):
     assert grade(answer, gold) is same, why
 
 
+def test_workers_decide_as_grade_does(grader):
+    """Though they read LaTeX in two stages, which is quicker."""
+    for i, (answer, gold, *_) in enumerate(PAIRS):
+        grader.submit(i, boxed(answer), gold, True)
+    grades = grader.results()
+    otherwise = {PAIRS[i][:2]: g for i, g in grades.items() if g.answer == PAIRS[i][0].strip() and g.reward != PAIRS[i][2]}
+    assert not otherwise
+
+
 @pytest.mark.parametrize(("answer", "gold", "same"), [
     ("D", "D", True), ("d", "D", True), ("(D)", "D", True), ("D.", "D", True), (r"\text{D}", "D", True),
     (r"\textbf{(D)}", "D", True), (" D ", "D", True), ("D", "(D)", True), ("D)", "D", False),
