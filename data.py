@@ -329,25 +329,22 @@ def pack(samples: Sequence[Sample]) -> Pack:
     if not samples:
         zero = torch.zeros(1)
         return Pack(zero.long(), zero.long(), torch.tensor([0, 1], dtype=torch.int32), zero.bool(), zero, zero, zero, 1, 0)
-    lengths = [s.length for s in samples]
-
-    def lay(prompt: Callable[[Sample], Any], response: Callable[[Sample], Any], dtype: torch.dtype) -> Tensor:
-        rows = [np.concatenate([np.broadcast_to(prompt(s), len(s.prompt)), np.broadcast_to(response(s), len(s.ids))])
-                for s in samples]
-        return torch.from_numpy(np.concatenate(rows)).to(dtype)
-
-    tokens = lay(lambda s: s.prompt, lambda s: s.ids, torch.int64)
-    ends = torch.tensor(lengths).cumsum(0)
-    rewards = torch.zeros(len(tokens))
-    rewards[ends - 1] = torch.tensor([s.score for s in samples])
+    lengths = np.array([s.length for s in samples])
+    ends = lengths.cumsum()
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
+    logp, rewards = np.zeros((2, ends[-1]), np.float32)
+    logp[response] = np.concatenate([s.logp for s in samples])
+    rewards[ends - 1] = [s.score for s in samples]
+    advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response
     return Pack(
-        tokens=tokens,
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.cat([torch.zeros(1), ends]).int(),
-        mask=lay(lambda s: False, lambda s: s.trained, torch.bool),
-        engine_logp=lay(lambda s: 0.0, lambda s: s.logp, torch.float32),
-        rewards=rewards,
-        advantages=lay(lambda s: 0.0, lambda s: s.advantage, torch.float32),
-        longest=max(lengths),
+        tokens=torch.from_numpy(np.concatenate([x for s in samples for x in (s.prompt, s.ids)]).astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        mask=torch.from_numpy(response & np.repeat([s.trained for s in samples], lengths)),
+        engine_logp=torch.from_numpy(logp),
+        rewards=torch.from_numpy(rewards),
+        advantages=torch.from_numpy(advantages),
+        longest=int(lengths.max()),
         responses=sum(s.trained for s in samples),
     )

@@ -51,20 +51,27 @@ class Meter:
     def spread(self, name: str, x: Tensor) -> None:
         """Mean, 99th percentile (within 2.3 %) and maximum of the positive values x: name/mean, name/p99, name/max."""
         self.add(f"{name}/mean", x.sum(), len(x))
-        peak = x.max() if len(x) else x.new_zeros(())
-        self.peaks[name] = torch.maximum(self.peaks.get(name, peak), peak)
+        self.most(f"{name}/max", x.max() if len(x) else 0.0)
         count = torch.bincount(torch.bucketize(x, BINS.to(x.device)), minlength=len(BINS) + 1)
         self.bins[name] = self.bins.get(name, 0) + count
 
+    def most(self, name: str, x: Tensor | float) -> None:
+        """The largest x of metric `name`, over all ranks."""
+        x = torch.as_tensor(x, dtype=torch.float64, device=self.device).detach()
+        self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
+
     def reduce(self, all_sum: Callable[[Tensor], Tensor], all_max: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The metrics over all ranks."""
-        table = all_sum(torch.stack(list(self.sums.values()))).tolist()
-        out = {n: total / count if count else total for n, (total, count) in zip(self.sums, table, strict=True)}
-        for name, peak in self.peaks.items():
-            share = all_sum(self.bins[name]).cumsum(0)
+        """The metrics over all ranks: one sum and, if there is anything to it, one maximum."""
+        sums = all_sum(torch.cat([*self.sums.values(), *(b.double() for b in self.bins.values())])).cpu()
+        table, *bins = sums.split([2 * len(self.sums)] + [len(BINS) + 1] * len(self.bins))
+        pairs = zip(self.sums, table.view(-1, 2).tolist(), strict=True)
+        out = {name: total / count if count else total for name, (total, count) in pairs}
+        if self.peaks:
+            out |= dict(zip(self.peaks, all_max(torch.stack(list(self.peaks.values()))).tolist(), strict=True))
+        for name, count in zip(self.bins, bins, strict=True):
+            share = count.cumsum(0)
             at = int((share >= 0.99 * share[-1]).nonzero()[0])
-            out[f"{name}/p99"] = min(float(BINS[min(at, len(BINS) - 1)]), float(all_max(peak)))
-            out[f"{name}/max"] = float(all_max(peak))
+            out[f"{name}/p99"] = min(float(BINS[min(at, len(BINS) - 1)]), out[f"{name}/max"])
         return out
 
 

@@ -608,13 +608,13 @@ def measure_work(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg:
 def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:
     """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
     with dist.phase("report"):
-        m = meter.reduce(dist.all_sum, dist.all_max)
-        ledger = engine.ledger.metrics()
-        m |= dict(zip(ledger, dist.all_max(torch.tensor(list(ledger.values()), dtype=torch.float64)).tolist(), strict=True))
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-        m["mem/host_peak_gb"] = float(dist.all_max(torch.tensor(used)))
+        peaks = engine.ledger.metrics() | {
+            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
         if world.device.type == "cuda":
-            m["mem/device_peak_gb"] = float(dist.all_max(torch.tensor(torch.cuda.max_memory_allocated() / 2**30)))
+            peaks["mem/device_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        for name, value in peaks.items():
+            meter.most(name, value)
+        m = meter.reduce(dist.all_sum, dist.all_max)
     if "returns²" in m:
         spread = m["returns²"] - m["returns"] ** 2
         m["explained_variance"] = 1 - (m["error²"] - m["error"] ** 2) / spread if spread > 1e-12 else 0.0
