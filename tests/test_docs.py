@@ -194,7 +194,7 @@ def test_the_glossary_is_the_metrics(two_ranks, unusual):
         assert not any(re.fullmatch(pattern(entry), key) for key in usual), f"{entry} needs no special setting"
         assert any(re.fullmatch(pattern(entry), key) for key in special), f"{ONLY[entry]} doesn't bring {entry}"
     source = (ROOT / "train.py").read_text(encoding="utf-8")
-    assert all(f'm["{key}"] = ' in source for key in ON_CUDA)
+    assert all(f'["{key}"] = ' in source for key in ON_CUDA)
 
 
 def test_the_glossary_names_every_phase_and_reason():
