@@ -141,7 +141,7 @@ def main() -> None:
                for n in names}
     to = ROOT / "bench/results"
     facts = {"steps": args.steps, "samples_per_step": 256, "results": results}
-    (to / "algorithms.json").write_text(json.dumps(facts, indent=1))
+    (to / "algorithms.json").write_text(json.dumps(facts) + "\n")
     (to / "algorithms.md").write_text(table(results))
     draw(results, to / "algorithms.png")
     print(table(results))

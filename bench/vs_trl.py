@@ -199,7 +199,7 @@ def main() -> None:
         found[side] = {k: round(statistics.median(p[side][k] for p in pairs), 3)
                        for k in ("step_s", "samples_per_s", "memory_mb", "reward_last_quarter")}
     print(json.dumps(found))
-    (ROOT / f"bench/results/vs_trl-{args.task}.json").write_text(json.dumps(found | {"runs": pairs}, indent=1) + "\n")
+    (ROOT / f"bench/results/vs_trl-{args.task}.json").write_text(json.dumps(found | {"runs": pairs}) + "\n")
 
 
 if __name__ == "__main__":
