@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from configs import Config, UserError, need, parse
-from data import Problem, Sample
+from data import Problem, Sample, by_prompt
 from model import Policy, Segments, load_config, logits_fp32
 from reward import KINDS, Grader
 
@@ -700,7 +700,7 @@ def evaluate(engine: Engine, grader: Grader, problems: Mapping[int, Problem], cf
     n, temperature = (v[which % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
     samples = rollout(engine, grader, problems, n, temperature, cfg.eval_response_len or cfg.max_response_len,
                       (cfg.seed, EVAL, which), step, quit)
-    groups = [samples[i:i + n] for i in range(0, len(samples), n)]
+    groups = by_prompt(samples)
     right = [sum(s.reward > 0 for s in g) for g in groups]
     metrics = {f"avg@{n}": (sum(s.reward for s in samples) / n, len(groups))}
     for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):

@@ -108,6 +108,7 @@ def main(cfg: Config) -> None:
             run.log.say(f"asked to stop: {run.saver.saved} steps are saved in {run.saver.out}; the same command goes on there")
     run.grader.close()
     run.log.close()
+    gc.unfreeze()  # in a notebook the next run needs the memory
     if done and run.world.main:
         print(story(Path(os.path.relpath(run.log.out))))
 
