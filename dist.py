@@ -254,6 +254,16 @@ def phase(name: str) -> Iterator[None]:
         TIMES[name] += time.perf_counter() - start
 
 
+def stacks() -> Iterator[str]:
+    """Where each thread of this process is, innermost call first; source files aren't read, for a disk may be what hangs."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        yield f"thread {names.get(thread, thread)}"
+        while frame:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+            frame = frame.f_back
+
+
 def watch(limit: float) -> None:
     """End this process, with the stacks of its threads, once a phase takes longer than `limit` seconds here or on another
     rank: a hang becomes a restart, and every rank says where it was."""
@@ -272,9 +282,9 @@ def watch(limit: float) -> None:
                 first = store.get("stalled").decode()
             except (RuntimeError, ValueError):  # the others are gone: whoever sees that first says so
                 return
-            print(f"rank {os.environ['RANK']}: stalled ({first} took more than {limit:.0f} s, --stall_limit); "
-                  f"this rank is in phase {NOW[0]}; its stacks:", file=sys.__stderr__, flush=True)
-            faulthandler.dump_traceback(sys.__stderr__)
+            for line in [f"stalled ({first} took more than {limit:.0f} s, --stall_limit); "
+                         f"this rank is in phase {NOW[0]}; its stacks:", *stacks()]:
+                os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())  # whole, among other ranks'
             time.sleep(3 * every)  # so that the others come to say where they are
             os._exit(1)
 
