@@ -16,8 +16,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
 
 import dist
 import plan
@@ -39,6 +41,7 @@ from model import Critic, Policy, load_config, load_tokenizer
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 SHARD_BYTES = 4 * 2**30  # of one exported safetensors file
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 Trained = tuple[nn.Module, torch.optim.Optimizer | None]  # a reference has none
 
 
@@ -124,6 +127,55 @@ class SaveFailed(OSError):
     """A checkpoint that could not be written, in one line."""
 
 
+class HostCopy(AsyncStager):
+    """The models' state in host memory, as a checkpoint holds it: of each parameter one tensor (3, *its shape), the weight and
+    AdamW's moments (of a reference the weight alone, (1, *its shape)), sharded as the parameter is; of each optimizer the
+    number of its steps. One tensor, not three, for each costs DCP half a millisecond of Python beside the training. Learning
+    rates and betas are the config's."""
+
+    def __init__(self, models: Mapping[str, Trained]) -> None:
+        self.models = models
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for who, (model, optimizer) in models.items():
+            parts = 1 + len(MOMENTS) * bool(optimizer)
+            self.state[who] = {n: torch.stack([p.detach()] * parts).cpu() for n, p in model.named_parameters()}
+            if optimizer:
+                self.state[who]["steps"] = torch.zeros(())
+
+    @torch.no_grad()
+    def stage(self, state: Any = None) -> dict[str, dict[str, Tensor]]:
+        """Take what the models hold now; DCP calls it, and returns what it writes."""
+        copies, originals = self._pairs()
+        torch._foreach_copy_(copies, originals, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return self.state
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the models what this is; every optimizer has its moments already."""
+        copies, originals = self._pairs()
+        torch._foreach_copy_(originals, copies)
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts: here, and in the models. What an optimizer that never stepped lacks is zeroed here."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for who, (model, optimizer) in self.models.items():
+            for name, p in model.named_parameters():  # once each: a tied head is the embedding
+                copy, kept = _local(self.state[who][name]), optimizer.state.get(p) if optimizer else None
+                pairs.append((copy[0], _local(p)))
+                if kept:
+                    pairs += [(part, _local(kept[m])) for part, m in zip(copy[1:], MOMENTS, strict=True)]
+                    pairs.append((self.state[who]["steps"], kept["step"]))
+                else:
+                    copy[1:].zero_()
+        return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 class Saver:
     """A run's checkpoints. `save` waits for the copy to host memory; the rest goes on beside the training, one at a time: in a
     process of its own where `aside` (vLLM's scheduler needs the GIL of this one), else in a thread."""
@@ -132,10 +184,10 @@ class Saver:
                  saved: int | None, aside: bool) -> None:
         self.out, self.models, self.cfg, self.facts = out, models, cfg, facts
         self.saved = self.step = saved  # steps that a complete checkpoint holds; and the one in flight
-        self.kind = AsyncCheckpointerType.PROCESS if aside else AsyncCheckpointerType.THREAD
+        self.aside = aside
         self.group = td.new_group(backend="gloo")  # its collectives must not meet the training's
         self.planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # what lies where is the same at each save
-        self.stager = DefaultStager(StagingOptions(False, False, False, False))  # plain copies, whose memory is kept
+        self.copy: HostCopy | None = None  # made at the first save, and kept: memory that is new costs as much as the copy
         self.pool = ThreadPoolExecutor(1)
         self.flying: Future | None = None
         self.told, self.failures = False, 0
@@ -151,26 +203,20 @@ class Saver:
             return said
         self.step = step
         part = self.out / "ckpt" / f".step_{step:06d}.{os.getpid()}.{time.time_ns()}.part"  # no other writer, not a dead run's
-        part = dist.gather(part)[0]
         if td.get_rank() == 0:
             for left in part.parent.glob(".step_*.part"):
                 shutil.rmtree(left, ignore_errors=True)
-            part.mkdir(parents=True)
-        td.barrier()
-        state = _state(self.models)
+        part = dist.gather(part)[0]  # made by DCP, whose errors a run outlives
+        self.copy = self.copy or HostCopy(self.models)
         how = dict(storage_writer=dcp.FileSystemWriter(part), planner=self.planner, process_group=self.group)
         self.told = False
-        if wait or self.failures:  # after a failure without the process that may have caused it
-            self.flying = Future()
-            try:
-                dcp.save(state, **how)
-                self.flying.set_result(self._complete(part, None))
-            except (Exception, CheckpointException) as e:
-                self.flying.set_exception(self._failed(part, e))
-            return (self.finish() if wait else "") or said
-        written = dcp.async_save(state, async_checkpointer_type=self.kind, async_stager=self.stager, **how)
-        self.flying = self.pool.submit(self._complete, part, written)
-        return said
+        if self.aside and not (wait or self.failures):  # after a failure without the process that may have caused it
+            write = dcp.async_save(self.copy.state, async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                                   async_stager=self.copy, **how).result
+        else:
+            write = partial(dcp.save, self.copy.stage(), **how)
+        self.flying = self.pool.submit(self._complete, part, write)
+        return (self.finish() if wait else "") or said
 
     def news(self) -> str:
         """What went wrong with the save in flight, once, as soon as it is known; on rank 0."""
@@ -192,17 +238,16 @@ class Saver:
         need(self.failures < 2, f"two saves in a row failed, the last one so: {words}", f"a {self.out} that can be written to")
         return "" if self.told else words
 
-    def _complete(self, part: Path, written: Future | None) -> None:
-        """Rank 0: check, rename, mark and prune once all ranks have written."""
+    def _complete(self, part: Path, write: Callable[[], Any]) -> None:
+        """Write; on rank 0 check, rename, mark and prune once all ranks have."""
         try:
-            if written:
-                written.result()
+            write()
             if td.get_rank() == 0:
                 facts = self.facts | {"step": self.step, "models": list(self.models)}
                 (part / "state.json").write_text(json.dumps(facts, indent=1))
                 sizes = _verify(part)
-                for file in part.iterdir():
-                    _sync(file)
+                _sync(part / "state.json")  # DCP synced its own
+                _sync(part)
                 final = step_folder(self.out, self.step)
                 shutil.rmtree(final, ignore_errors=True)
                 part.rename(final)
@@ -328,19 +373,10 @@ def resume(path: Path, models: Mapping[str, Trained], facts: Mapping[str, Any]) 
     for _, optimizer in models.values():
         if optimizer:
             _init(optimizer)
-    dcp.load(_state(models), checkpoint_id=path)  # in place: these are the parameters themselves
+    copy = HostCopy(models)
+    dcp.load(copy.state, checkpoint_id=path)
+    copy.restore()
     return said["step"]
-
-
-def _state(models: Mapping[str, Trained]) -> dict[str, Any]:
-    """Parameters and AdamW's moments by name; the tensors themselves. Learning rates and betas are the config's."""
-    state: dict[str, Any] = {}
-    for who, (model, optimizer) in models.items():
-        for name, p in model.named_parameters():  # once each: a tied head is the embedding
-            state[f"{who}.{name}"] = p.detach()
-            for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
-                state[f"{who}_optimizer.{key}.{name}"] = value
-    return state
 
 
 def _init(optimizer: torch.optim.Optimizer) -> None:
@@ -407,6 +443,15 @@ def _describe(model: nn.Module, tokenizer: Any, source: str, folder: Path) -> No
         shutil.copy(Path(source) / "generation_config.json", folder)
 
 
+def _weights(path: Path, who: str, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of a checkpoint's parameters, one at a time."""
+    sizes = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, _ in model.named_parameters():
+        state = {who: {name: torch.empty(sizes[f"{who}.{name}"].size)}}
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        yield name, state[who][name][0]
+
+
 def main(argv: list[str]) -> None:
     """`python ckpt.py export RUN STEP OUT [critic]`."""
     need(len(argv) in (4, 5) and argv[0] == "export" and argv[2].isdigit() and argv[4:] in ([], ["policy"], ["critic"]),
@@ -418,9 +463,9 @@ def main(argv: list[str]) -> None:
     said = json.loads((path / "state.json").read_text())
     need(who in said["models"], f"{path} holds no {who}", f"one of {', '.join(said['models'])}")
     source = said["config"]["model"]
-    model = (Critic if who == "critic" else Policy)(load_config(source))
-    dcp.load({f"{who}.{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
-    export_hf(dist.full_weights(model), model, load_tokenizer(source), source, Path(argv[3]))
+    with torch.device("meta"):
+        model = (Critic if who == "critic" else Policy)(load_config(source))
+    export_hf(_weights(path, who, model), model, load_tokenizer(source), source, Path(argv[3]))
     print(f"{argv[3]}: the {who} after {argv[2]} steps")
 
 

@@ -125,7 +125,8 @@ def restored(cfg, out) -> dict:
     path = ckpt.find(out, "auto")
     facts = json.loads((path / "state.json").read_text())
     step = ckpt.resume(path, models, {"config": dataclasses.asdict(cfg.with_steps(0)), "problems": facts["problems"]})
-    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in ckpt._state(models).items()}
+    held = {f"{who}.{k}": v for who, state in ckpt.HostCopy(models).stage().items() for k, v in state.items()}
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in held.items()}
     return {"step": step} | whole
 
 
