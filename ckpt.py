@@ -10,6 +10,7 @@ optimizer state, the number of steps done, the config and versions, nothing else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as td
@@ -29,6 +30,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
@@ -176,6 +178,15 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+class Files(FileSystem):
+    """DCP's file system, buffered: it writes some twenty pieces a tensor, and at each the training's thread took the GIL."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[bytes]]:
+        with open(path, mode, buffering=2**20) as stream:
+            yield stream
+
+
 class Saver:
     """A run's checkpoints. `save` waits for the copy to host memory; the rest goes on beside the training, one at a time: in a
     process of its own where `aside` (vLLM's scheduler needs the GIL of this one), else in a thread."""
@@ -208,7 +219,9 @@ class Saver:
                 shutil.rmtree(left, ignore_errors=True)
         part = dist.gather(part)[0]  # made by DCP, whose errors a run outlives
         self.copy = self.copy or HostCopy(self.models)
-        how = dict(storage_writer=dcp.FileSystemWriter(part), planner=self.planner, process_group=self.group)
+        writer = dcp.FileSystemWriter(part)
+        writer.fs = Files()
+        how = dict(storage_writer=writer, planner=self.planner, process_group=self.group)
         self.told = False
         if self.aside and not (wait or self.failures):  # after a failure without the process that may have caused it
             write = dcp.async_save(self.copy.state, async_checkpointer_type=AsyncCheckpointerType.PROCESS,
