@@ -104,6 +104,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             every = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
             logp[c] = every.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(every.exp(), every)
+            del every  # before the next is made
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -124,8 +125,10 @@ class ChunkedLogProbs(torch.autograd.Function):
                 g *= every.add_(entropy[c, None]).mul_(g_entropy[c, None]).add_(g_logp[c, None]).neg_()
             g.scatter_add_(1, targets[c, None], g_logp[c, None])
             g = g.div_(ctx.temperature).to(weight.dtype)
+            del every
             g_hidden[c] = g @ weight
             g_weight += g.t() @ hidden[c]
+            del g
         return g_hidden, g_weight.to(weight.dtype), None, None
 
 

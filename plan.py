@@ -25,7 +25,8 @@ from configs import NODE, PRESETS, Config, UserError, nearest, need, parse
 GIB = 2**30
 STATE_BYTES = 12  # a parameter at rest and in a checkpoint: weight and AdamW's two moments, fp32
 CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once,
-CHUNKS = 6  # of which its backward pass holds so many
+CHUNKS = 3  # of which its passes hold so many
+SAMPLER = 6  # times its fp32 logits a sampler takes
 OWN = 1.5 * GIB  # of a GPU, outside PyTorch's allocator: CUDA's context, NCCL's buffers
 ENGINE_OWN = 1.5 * GIB  # vLLM's activations and CUDA graphs, without the logits of its sampler
 PROCESS = 5 * GIB  # of the host, for one rank's libraries (torch, CUDA, vLLM)
@@ -244,7 +245,7 @@ def memory(c: Case) -> dict[str, list[Moment]]:
     engine = {"engine": b * p.policy / cfg.tp}
     always = {} if c.vllm else engine  # asleep, vLLM keeps nothing
     rows, root = min(cfg.max_num_seqs, c.responses), p.policy - p.layers * p.layer
-    sampler = 4 * CHUNKS * (cfg.max_num_seqs if c.vllm else rows) * p.vocab
+    sampler = 4 * SAMPLER * (cfg.max_num_seqs if c.vllm else rows) * p.vocab
 
     def beside(here: float) -> Moment:
         return {"beside": OWN * bool(c.gpu) + (0 if c.moves else c.state - here / c.shards)}

@@ -1,8 +1,10 @@
-"""What the device could do: floating-point operations and bytes a second, measured in the run that quotes them."""
+"""What the device could do, floating-point operations and bytes a second, measured in the run that quotes them; and what a
+piece of work takes of its memory."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -31,6 +33,25 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 1536
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: x @ y, device)
+
+
+def peak_memory(f, device: torch.device) -> int:
+    """Bytes that f() takes at its fullest, above what lies there before: of the device, or of this process on Linux."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        f()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - rest
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark is now what is resident
+    rest = _resident("VmRSS")
+    f()
+    return _resident("VmHWM") - rest
+
+
+def _resident(name: str) -> int:
+    return next(int(x.split()[1]) * 1024 for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
 
 
 def device_name(device: torch.device) -> str:

@@ -2,8 +2,9 @@
 
     python bench/train.py [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--layers 0] [--vocab 0] [--rounds 5]
 
-Each round: log-probs without a graph, a critic update, a policy update, of `packs` packs whose segments have `segment` tokens,
-a quarter of them a prompt's. As in train.py: FSDP2, chunked fp32 log-probs, AdamW, --checkpoint for recomputed activations.
+Each round: log-probs without a graph, a policy update, a critic update, of `packs` packs whose segments have `segment` tokens,
+a quarter of them a prompt's; and the head alone, log-probs and their gradients from one pack's hidden states. As in train.py:
+FSDP2, chunked fp32 log-probs, AdamW, --checkpoint for recomputed activations.
 One JSON line a phase: tokens a second, `mfu` (6N a token, with the head only where a token is trained on, and causal
 attention; recomputation doesn't count) of the FLOP that a matrix product reaches here, seconds at the limit that FLOP and
 bandwidth set, and memory above what lies there at rest.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 import time
@@ -27,11 +27,11 @@ import torch
 
 import dist
 import ppo
-from bench.limits import copy_bandwidth, device_name, matmul_flops
+from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
 from data import Pack, Sample, pack
-from model import Critic, Policy, logprobs, values
+from model import ChunkedLogProbs, Critic, Policy, logprobs, values
 
 
 def random_model(kind: type, config, place, device: torch.device) -> torch.nn.Module:
@@ -95,6 +95,12 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
     optimizer.zero_grad(set_to_none=True)
 
 
+def head_alone(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
+    """Log-probs and entropies, and the gradients of both."""
+    logp, entropy = ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
+    torch.autograd.grad((logp + entropy).sum(), (hidden, weight))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="tiny", help="a shape that bench/shape.py knows")
@@ -103,7 +109,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     args = parser.parse_args()
     world = dist.init()
-    cuda, config = world.device.type == "cuda", config_of(args.size, args.layers, args.vocab)
+    config = config_of(args.size, args.layers, args.vocab)
     place = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, checkpoint=args.checkpoint)
     peak, bandwidth = matmul_flops(world.device, world.dtype), copy_bandwidth(world.device)
     packs = [synthetic(args.pack, args.segment, config.vocab_size, world.device, 100 * world.rank + i)
@@ -113,27 +119,16 @@ def main() -> None:
             "ranks": world.size, "size": args.size, "layers": config.num_hidden_layers, "vocab": config.vocab_size,
             "pack": args.pack, "segment": args.segment, "checkpoint": args.checkpoint}
 
-    def measure(phase: str, model: torch.nn.Module, work, share: float, head: int) -> None:
-        seconds = []
+    def measure(phase: str, work, need: float, moved: float, count: int) -> None:
+        seconds, memory = [], []
         for _ in range(args.rounds + 1):
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                rest = torch.cuda.memory_allocated()
             begin = time.perf_counter()
-            work()
-            if cuda:
-                torch.cuda.synchronize()
+            memory.append(peak_memory(work, world.device))
             seconds.append(time.perf_counter() - begin)
-        taken = statistics.median(seconds[1:])
-        need, size = share * flops(config, packs, head), sum(p.numel() for p in model.parameters())
-        # Bandwidth: an update reads and writes weights, gradients and moments (fp32); a pass reads the weights.
-        moved = (2 * 16 * size / world.size if share == 1 else 0) + size * world.dtype.itemsize * len(packs) * (3 * share)
-        limit = max(need / peak, moved / bandwidth)
-        row = {"phase": phase, "seconds": taken, "tokens_per_s_a_rank": tokens / taken, "mfu": need / taken / peak,
+        taken, limit = statistics.median(seconds[1:]), max(need / peak, moved / bandwidth)
+        row = {"phase": phase, "seconds": taken, "tokens_per_s_a_rank": count / taken, "mfu": need / taken / peak,
                "tflops": need / taken / 1e12, "limit_s": limit, "share_of_limit": limit / taken,
-               "memory_gib": (torch.cuda.max_memory_allocated() - rest) / 2**30 if cuda else
-               resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+               "memory_gib": max(memory[1:]) / 2**30}
         if world.main:
             print(json.dumps(what | {k: v if isinstance(v, str) else float(f"{v:.4g}") for k, v in row.items()}), flush=True)
 
@@ -144,10 +139,20 @@ def main() -> None:
     for kind, head in ((Policy, config.vocab_size), (Critic, 1)):
         model = random_model(kind, config, place, world.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=PRESETS["orz-7b"].betas, weight_decay=0.0)
+        size, need = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
+        # Bandwidth: a pass reads the weights; an update reads and writes weights, gradients and moments (fp32).
+        read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
-            measure("logprobs", model, partial(score, model, packs), 1 / 3, head)
-        measure(kind.__name__.lower(), model, partial(update, model, optimizer, packs, count), 1.0, head)
+            measure("logprobs", partial(score, model, packs), need / 3, read, tokens)
+        measure(kind.__name__.lower(), partial(update, model, optimizer, packs, count), need, 3 * read + 32 * size / world.size,
+                tokens)
         del model, optimizer
+    sampled = int(packs[0].mask.sum())
+    hidden, weight = (torch.randn(n, config.hidden_size, device=world.device, dtype=world.dtype, requires_grad=True)
+                      for n in (sampled, config.vocab_size))
+    need = 6 * sampled * config.vocab_size * config.hidden_size
+    measure("head", partial(head_alone, hidden, weight, packs[0].tokens[packs[0].mask]), need, 0, sampled)
+
 
 if __name__ == "__main__":
     main()

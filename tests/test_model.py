@@ -6,6 +6,8 @@ from ranks import make_samples
 
 import data
 import model
+import plan
+from bench.limits import peak_memory
 from configs import UserError
 
 
@@ -85,6 +87,26 @@ def test_chunked_log_probs_are_the_full_softmax(chunk, monkeypatch):
     (logp_want * a + entropy_want * b).sum().backward()
     for x, y in zip(got, want, strict=True):
         assert (x.grad - y.grad).abs().max() < 1e-4
+
+
+def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch):
+    """Four times the tokens take no more, and no more than plan.py counts; all logits at once would be 0.3 and 1.3 GB."""
+    monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 40 * 2**20)
+    weight = torch.randn(20000, 8, requires_grad=True)
+
+    def taken(tokens: int) -> int:
+        hidden, targets = torch.randn(tokens, 8, requires_grad=True), torch.arange(tokens)
+
+        def work() -> None:
+            logp, entropy = model.ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
+            (logp + entropy).sum().backward()
+
+        work()  # what the first pass leaves behind isn't the second's
+        return peak_memory(work, torch.device("cpu"))
+
+    few, many = taken(4096), taken(16384)
+    assert 0.9 * chunk < few < plan.CHUNKS * chunk + 2**24
+    assert many < plan.CHUNKS * chunk + 2**24 and abs(many - few) < chunk / 2
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):

@@ -125,7 +125,7 @@ def test_memory_of_a_7b_by_hand():
     assert use["rollout"]["in all"] - use["rollout"]["beside"] == pytest.approx(0.7 * c.gpu.memory)
     assert use["rollout"]["engine"] == 2 * n
     assert c.kv == 57344 and plan.kv_tokens(c) == int(use["rollout"]["KV cache"] / 57344)
-    assert use["policy"]["logits"] == 6 * 2**28 and use["critic"]["logits"] == 0
+    assert use["policy"]["logits"] == 3 * 2**28 and use["critic"]["logits"] == 0
     assert use["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
     whole = memory(case("orz-7b", "--layout", "production", "--no_checkpoint_activations", world=32))
     assert whole["policy"]["activations"] > 10 * use["policy"]["activations"]
