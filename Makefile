@@ -1,5 +1,6 @@
 # make demo   a base model becomes a reasoner on this machine (ALGO=ppo or grpo, RANKS=2, SEED=0)
 # make rehearse   the production layout, 4 torchrun agents × 8 ranks, on this machine; then the debug layout goes on
+# make bench  how fast it is here, 20 minutes on two cores; needs the machine for itself
 # make chaos  kills runs at random, 20 times
 # make test   everything, in a fresh environment; needs the network once, to install
 PYTHON ?= python3
@@ -22,7 +23,7 @@ else
   REQUIREMENTS := requirements.txt
 endif
 
-.PHONY: demo test plan rehearse chaos
+.PHONY: demo test plan rehearse chaos bench
 
 .venv/.demo: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
@@ -59,3 +60,6 @@ rehearse: $(BASE)/tiny.json
 
 chaos: $(BASE)/tiny.json
 	.venv/bin/python bench/chaos.py --base $(BASE)
+
+bench: $(BASE)/tiny.json
+	.venv/bin/python bench/all.py $(ARGS)

@@ -22,13 +22,13 @@ sys.path.insert(0, str(ROOT))
 
 
 def lines_of(script: str, words: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """The JSON lines that a bench prints."""
+    """The JSON lines that a bench prints. Ends this program, with the last of what it said, where it fails."""
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
                                                  "--monitor-interval", "1", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([*start, f"bench/{script}", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"scaling.py: {script} {' '.join(words)} failed:\n{done.stderr[-2000:]}")
+        sys.exit(f"bench/{script} {' '.join(words)} failed:\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"bench"')]
 
 

@@ -143,15 +143,16 @@ def stopped(cfg, after: int) -> str:
 
 
 def unshared(cfg) -> str:
-    """A run whose ranks mount a disk of their own where the others see the same folder."""
+    """A run of two hosts: rank 1 has a name of its own, and a disk of its own where rank 0 sees the same folder."""
     if os.geteuid():
         return "no root"
     Path(cfg.out).mkdir(parents=True, exist_ok=True)
-    if os.environ["RANK"] == "1":  # in a mount namespace of its own
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the other host's name leads nowhere
+    if os.environ["RANK"] == "1":
         libc = ctypes.CDLL(None, use_errno=True)
-        new_namespace, private = 0x20000, 0x44000
-        if libc.unshare(new_namespace) or libc.mount(b"none", b"/", None, private, None) or libc.mount(
-                b"tmpfs", cfg.out.encode(), b"tmpfs", 0, b"size=1m"):
+        own_mounts_and_name, private = 0x20000 | 0x4000000, 0x44000
+        if (libc.unshare(own_mounts_and_name) or libc.sethostname(b"other", 5) or libc.mount(b"none", b"/", None, private, None)
+                or libc.mount(b"tmpfs", cfg.out.encode(), b"tmpfs", 0, b"size=1m")):
             os._exit(1)
     return main(cfg)
 
