@@ -701,7 +701,19 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
     """The engine that cfg asks for. Raises UserError where it can't be had."""
     kind = cfg.engine if cfg.engine != "auto" else "vllm" if device.type == "cuda" else "torch"
     need(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
+    known, wanted = positions(load_config(path)), cfg.engine_len
+    need(wanted <= known, f"{path} knows {known:,} positions, and a prompt with its response may take {wanted:,}",
+         f"smaller --max_response_len or --eval_response_len, --max_model_len {known}, or another --model")
     return (VLLMEngine if kind == "vllm" else TorchEngine)(path, tokenizer, cfg, device, dtype)
+
+
+def positions(config: Any) -> float:
+    """How long a sequence the model was made for, or was stretched to by its rope's factor."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    known = getattr(config, "max_position_embeddings", None) or math.inf
+    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+        known = max(known, (rope.get("original_max_position_embeddings") or known) * rope.get("factor", 1))
+    return known
 
 
 def make_grader(cfg: Config) -> Grader:

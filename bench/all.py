@@ -21,19 +21,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
 Case = tuple[str, list[str], int, int]  # script, its words, ranks, threads a rank
-KEPT = ("phase", "figure", "by", "preset", "size", "layers", "vocab", "pack", "segment", "algo", "ranks", "engine", "samples")
+KEPT = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment", "algo", "ranks", "engine", "samples")
 
 
 def on_cpu(cores: int) -> list[Case]:
     """The demo's model on all cores, a rank each."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
-    vllm = [("rollout.py", ["--model", base, "--engine", "vllm"], 1, cores)] if importlib.util.find_spec("vllm") else []
+    engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
     return [("train.py", ["--size", "tiny"], 1, cores),
             ("train.py", ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"], 1, cores),
             ("train.py", ["--size", "0.5b", "--layers", "2", "--pack", "1024", "--packs", "1", "--rounds", "2"], 1, cores),
             ("step.py", ["tiny-ppo", *data], cores, 1), ("step.py", ["tiny-grpo", *data], cores, 1),
-            ("rollout.py", ["--model", base, "--engine", "torch"], 1, cores), *vllm,
+            *(("rollout.py", ["--model", base, "--engine", e, "--tokens", "128"], 1, cores) for e in engines),
             ("saving.py", ["--model", base], cores, 1), ("grading.py", [], 1, 1), ("scaling.py", ["--base", base], 1, 1)]
 
 

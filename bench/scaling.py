@@ -3,7 +3,7 @@
     python bench/scaling.py [--base runs/tiny-base-0] [--size tiny] [--rounds 3] [--only ranks lengths]
 
 Ranks: whole steps of tiny-grpo (bench/step.py) on this machine's cores, the kinds in turns, `rounds` times, medians. Lengths:
-the trainer's phases (bench/train.py), the same number of tokens each time. One JSON line a figure, then a table; both go to
+the trainer's phases (bench/train.py), 16,384 tokens each time; the head's are those that are sampled. One JSON line a figure, then a table; both go to
 bench/results/scaling.json and scaling.md.
 """
 
@@ -63,7 +63,7 @@ def by_lengths(size: str) -> list[dict]:
         for r in lines_of("train.py", words, threads=os.cpu_count() or 1):
             if r["phase"] != "limits":
                 rows.append({"bench": "scaling", "by": by, **case, "phase": r["phase"], "tflops": r["tflops"],
-                             "us_a_token": round(r["seconds"] / 16384 * 1e6, 2), "memory_gib": r["memory_gib"]})
+                             "us_a_token": round(1e6 / r["tokens_per_s_a_rank"], 2), "memory_gib": r["memory_gib"]})
                 print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -82,7 +82,7 @@ def table(rows: list[dict]) -> str:
         for phase in dict.fromkeys(r["phase"] for r in some):
             cells = [next(r["us_a_token"] for r in some if r["phase"] == phase and r[by] == s) for s in sizes]
             out.append(f"| {phase} | " + " | ".join(f"{c:.1f}" for c in cells) + " |")
-        out.append("| GiB of the process | " + " | ".join(
+        out.append("| GiB above what lies there | " + " | ".join(
             f"{max(r['memory_gib'] for r in some if r[by] == s):.2f}" for s in sizes) + " |")
         out.append("")
     return "\n".join(out)

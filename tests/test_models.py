@@ -7,8 +7,10 @@ import pytest
 import ranks
 import torch
 from conftest import ROOT, make_model, run_ranks
+from transformers import Qwen2Config
 
 import model
+import rollout
 from configs import UserError
 
 FAMILIES = {"qwen2": dict(tied=True), "qwen2-untied": dict(tied=False), "qwen3": dict(), "llama": dict(tied=False),
@@ -62,3 +64,11 @@ def test_what_cannot_be_trained_is_refused(change, words, folders, tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=words):
         model.load_config(str(path))
+
+
+@pytest.mark.parametrize("rope,known", [
+    (dict(rope_type="default"), 32768), (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
+    (dict(rope_type="linear", factor=2.0), 65536)])
+def test_how_long_a_sequence_a_model_knows(rope, known):
+    config = Qwen2Config(max_position_embeddings=32768, rope_parameters=dict(rope_theta=1e6) | rope)
+    assert rollout.positions(config) == known

@@ -115,6 +115,8 @@ TYPICAL = {  # what users get wrong, as they type it after `train.py` on 2 ranks
     "no answers": (["--data", "ROWS"], "rows.jsonl row 1 has no answer (found: prompt); needed: a row like"),
     "no reward function": (["--reward", "REWARD:nothing"], "has no function 'nothing'"),
     "pack too small": (["--pack_len", "30"], "--pack_len 30 is smaller than a prompt plus its response"),
+    "too long for the model": (["--max_response_len", "600", "--pack_len", "4096"],
+                               "knows 512 positions, and a prompt with its response may take 6"),
     "disk too small": (["--keep", "1000000000"], "free in"),
     "no vllm": (["--engine", "vllm"], "vllm can't be imported"),
 }
