@@ -21,7 +21,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
 Case = tuple[str, list[str], int, int]  # script, its words, ranks, threads a rank
-KEPT = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment", "algo", "ranks", "engine", "samples")
+KEPT = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment", "algo", "ranks",
+        "engine", "samples")
 
 
 def on_cpu(cores: int) -> list[Case]:

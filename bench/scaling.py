@@ -3,8 +3,8 @@
     python bench/scaling.py [--base runs/tiny-base-0] [--size tiny] [--rounds 3] [--only ranks lengths]
 
 Ranks: whole steps of tiny-grpo (bench/step.py) on this machine's cores, the kinds in turns, `rounds` times, medians. Lengths:
-the trainer's phases (bench/train.py), 16,384 tokens each time; the head's are those that are sampled. One JSON line a figure, then a table; both go to
-bench/results/scaling.json and scaling.md.
+the trainer's phases (bench/train.py), 16,384 tokens each time; the head's are those that are sampled. One JSON line a figure,
+then a table; both go to bench/results/scaling.json and scaling.md.
 """
 
 from __future__ import annotations
