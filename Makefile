@@ -1,6 +1,6 @@
 # make demo   a base model becomes a reasoner on this machine (ALGO=ppo or grpo, RANKS=2, SEED=0)
 # make rehearse   the production layout, 4 torchrun agents × 8 ranks, on this machine; then the debug layout goes on
-# make bench  how fast it is here, 20 minutes on two cores; needs the machine for itself
+# make bench  how fast it is here, 25 minutes on two cores; needs the machine for itself
 # make chaos  kills runs at random, 20 times
 # make test   everything, in a fresh environment; needs the network once, to install
 PYTHON ?= python3
