@@ -7,6 +7,7 @@ by global counts, so the rank count doesn't enter the maths.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
@@ -268,11 +269,10 @@ def watch(limit: float) -> None:
     """End this process, with the stacks of its threads, once a phase takes longer than `limit` seconds here or on another
     rank: a hang becomes a restart, and every rank says where it was."""
     NOW[2] = limit
-    store, every = td.distributed_c10d._get_default_store(), min(5.0, limit / 10)
+    store, every, over = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
 
     def look() -> None:
-        while td.is_initialized():
-            time.sleep(every)
+        while not over.wait(every) and td.is_initialized():
             late = time.perf_counter() - NOW[1] > limit
             try:
                 if late:
@@ -288,7 +288,14 @@ def watch(limit: float) -> None:
             time.sleep(3 * every)  # so that the others come to say where they are
             os._exit(1)
 
-    threading.Thread(target=look, daemon=True, name="watch").start()
+    thread = threading.Thread(target=look, daemon=True, name="watch")
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(10)
+
+    atexit.register(end)  # Python ends a daemon thread wherever it is; inside the store's C++ that aborts the whole process
 
 
 ASKED: list[str] = []  # the signal that asked this rank to stop, and when

@@ -23,6 +23,7 @@ CANNOT = {
     "make test": "this is it",
     "make rehearse": "33 processes and minutes",
     "make chaos": "twenty runs",
+    "make bench": "half an hour, and the machine for itself",
     "torchrun": "GPUs, or several machines; that torchrun and train.py take its flags is checked below",
     "python train.py tiny-grpo": "a run of minutes; test_train.py runs such with a reward and data of its own",
     "python log.py runs/mine": "what the command before leaves; test_log.py runs it",
