@@ -262,9 +262,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers 
 
 
 class Decoder:
-    """A model's decoding step in a third of the operations that its modules take: one product makes query, key and value, one
-    the gate and what it gates, rows lie flat. Beyond a few hundred rows or a few layers' width that is nothing; a small model
-    on a CPU spends half its time between operations. Other model types go through their modules."""
+    """A model's decoding step in fewer operations than its modules take: one product makes query, key and value, one the gate
+    and what it gates, rows lie flat. A small model on a CPU spends half its time between operations. Model types that aren't
+    known here go through their modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []

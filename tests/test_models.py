@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, make_model, run_ranks
 from transformers import Qwen2Config
 
+import dist
 import model
 import rollout
 from configs import UserError
@@ -72,3 +73,22 @@ def test_what_cannot_be_trained_is_refused(change, words, folders, tmp_path):
 def test_how_long_a_sequence_a_model_knows(rope, known):
     config = Qwen2Config(max_position_embeddings=32768, rope_parameters=dict(rope_theta=1e6) | rope)
     assert rollout.positions(config) == known
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_in_fewer_operations_is_decoding_by_modules(family, folders, base, monkeypatch):
+    """Ragged prompts, sampled: the same tokens and log-probs as of a model type that Decoder doesn't know."""
+    path, tokenizer, policy = folders[family], model.load_tokenizer(folders[family]), model.load_policy(folders[family])
+
+    def sampled() -> tuple[bool, dict]:
+        engine = rollout.TorchEngine(path, tokenizer, base)
+        with engine.awake(dist.full_weights(policy), version=0):
+            drawn = engine.generate({0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0)
+            return bool(engine.decoder.layers), {(s.slot, s.index): (s.ids.tolist(), torch.tensor(s.logp)) for s in drawn}
+
+    known, ours = sampled()
+    monkeypatch.setattr(rollout, "LLAMA_LIKE", ())
+    by_modules, theirs = sampled()
+    assert known and not by_modules and len(ours) == 6
+    for key, (ids, logp) in theirs.items():
+        assert ours[key][0] == ids and (ours[key][1] - logp).abs().max() < 1e-5
