@@ -10,7 +10,6 @@ optimizer state, the number of steps done, the config and versions, nothing else
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as td
 import torch.distributed.checkpoint as dcp
@@ -30,10 +30,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
 
 import dist
 import plan
@@ -178,13 +180,71 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-class Files(FileSystem):
-    """DCP's file system, buffered: it writes some twenty pieces a tensor, and at each the training's thread took the GIL."""
+class Place(NamedTuple):
+    """Where a rank's part of a tensor lies."""
 
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[bytes]]:
-        with open(path, mode, buffering=2**20) as stream:
-            yield stream
+    file: str
+    offset: int  # bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.shape.numel() * self.dtype.itemsize
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's, but for what is in a rank's file: the tensors' bytes end to end. DCP runs torch.save on each, which makes some
+    twenty pieces of a zip file: half of what a small model's save cost the training beside it."""
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> TorchFuture[list[WriteResult]]:
+        done, name = [], f"{plan.storage_data.prefix}0.distcp"
+        with open(Path(self.path) / name, "wb", buffering=2**20) as file:
+            for item in plan.items:
+                tensor = planner.resolve_data(item).detach().contiguous()
+                place = Place(name, file.tell(), tensor.shape, tensor.dtype)
+                file.write(tensor.flatten().view(torch.uint8).numpy())
+                done.append(WriteResult(item.index, place.end - place.offset, place))
+            file.flush()
+            os.fsync(file.fileno())
+        return _future(done)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads what Writer wrote, of each tensor only the slices that are asked for."""
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> TorchFuture[None]:
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        files = {p.file: np.memmap(Path(self.path) / p.file, np.uint8, "c") for p in places}
+        for item, p in zip(plan.items, places, strict=True):
+            whole = torch.from_numpy(files[p.file][p.offset:p.end]).view(p.dtype).view(p.shape)
+            part = whole[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part.view_as(target))
+            planner.commit_tensor(item, target)
+        return _future(None)
+
+
+def _future(value: Any) -> TorchFuture:
+    future: TorchFuture = TorchFuture()
+    future.set_result(value)
+    return future
+
+
+class Planner(dcp.DefaultSavePlanner):
+    """DCP's, that plans once: what lies where is the same at each save, and to find that out costs as much as to plan."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"{type(self).__name__} {id(self)}"  # DCP's caches are the class's; two runs may differ
+        self.planned = False
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([], usable=False) if self.planned else super().create_local_plan()  # "as before"
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.planned = True
+        return super().finish_plan(new_plan)
 
 
 class Saver:
@@ -197,7 +257,7 @@ class Saver:
         self.saved = self.step = saved  # steps that a complete checkpoint holds; and the one in flight
         self.aside = aside
         self.group = td.new_group(backend="gloo")  # its collectives must not meet the training's
-        self.planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # what lies where is the same at each save
+        self.planner = Planner()
         self.copy: HostCopy | None = None  # made at the first save, and kept: memory that is new costs as much as the copy
         self.pool = ThreadPoolExecutor(1)
         self.flying: Future | None = None
@@ -219,9 +279,7 @@ class Saver:
                 shutil.rmtree(left, ignore_errors=True)
         part = dist.gather(part)[0]  # made by DCP, whose errors a run outlives
         self.copy = self.copy or HostCopy(self.models)
-        writer = dcp.FileSystemWriter(part)
-        writer.fs = Files()
-        how = dict(storage_writer=writer, planner=self.planner, process_group=self.group)
+        how = dict(storage_writer=Writer(part), planner=self.planner, process_group=self.group)
         self.told = False
         if self.aside and not (wait or self.failures):  # after a failure without the process that may have caused it
             write = dcp.async_save(self.copy.state, async_checkpointer_type=AsyncCheckpointerType.PROCESS,
@@ -257,7 +315,7 @@ class Saver:
             write()
             if td.get_rank() == 0:
                 facts = self.facts | {"step": self.step, "models": list(self.models)}
-                (part / "state.json").write_text(json.dumps(facts, indent=1))
+                (part / "state.json").write_text(json.dumps(facts))
                 sizes = _verify(part)
                 _sync(part / "state.json")  # DCP synced its own
                 _sync(part)
@@ -294,10 +352,9 @@ def _bytes(models: Mapping[str, Trained]) -> int:
 
 def _verify(part: Path) -> dict[str, int]:
     """Size of every file of a checkpoint that is written. Raises OSError where one is shorter than DCP's manifest says."""
-    metadata = dcp.FileSystemReader(part).read_metadata()
     ends: dict[str, int] = {}
-    for where in metadata.storage_data.values():
-        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    for place in Reader(part).read_metadata().storage_data.values():
+        ends[place.file] = max(ends.get(place.file, 0), place.end)
     sizes = {f.name: f.stat().st_size for f in part.iterdir()}
     for name, end in ends.items():
         if sizes.get(name, 0) < end:
@@ -387,7 +444,7 @@ def resume(path: Path, models: Mapping[str, Trained], facts: Mapping[str, Any]) 
         if optimizer:
             _init(optimizer)
     copy = HostCopy(models)
-    dcp.load(copy.state, checkpoint_id=path)
+    dcp.load(copy.state, storage_reader=Reader(path))
     copy.restore()
     return said["step"]
 
@@ -458,10 +515,10 @@ def _describe(model: nn.Module, tokenizer: Any, source: str, folder: Path) -> No
 
 def _weights(path: Path, who: str, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of a checkpoint's parameters, one at a time."""
-    sizes = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    sizes = Reader(path).read_metadata().state_dict_metadata
     for name, _ in model.named_parameters():
         state = {who: {name: torch.empty(sizes[f"{who}.{name}"].size)}}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(state, storage_reader=Reader(path), no_dist=True)
         yield name, state[who][name][0]
 
 
