@@ -3,11 +3,12 @@
     python bench/vs_trl.py [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
 Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at most 64 tokens,
-fp32, temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which
-ends after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which mostly goes to 64. Each runs
-on all cores as it is fastest there: torz with a rank a core, TRL with --trl_ranks (1: its threads on all cores). A pair is one
-run of each, in turns first; a run's figure is the median second of its steps after the first three, its memory the largest sum
-of its processes' proportional set sizes. One JSON line a run; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
+temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which ends
+after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which goes on for 37. TRL runs twice: as
+it comes (bf16, activations recomputed), and tuned (`trl_tuned`: neither, which is its fastest on a CPU). torz has a rank a core
+(--ranks), TRL its threads on all cores (--trl_ranks). A pair is one run of each, in turns first; a run's figure is the median
+second of its steps after the first three, its memory the largest sum of its processes' proportional set sizes. One JSON line a
+run; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+SIDES = ("torz", "trl", "trl_tuned")
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 REWARD = '''
 def exact(response, answer, kind):
@@ -39,8 +41,8 @@ def digits(response, answer, kind):
 '''
 
 
-def torz(base: str, reward: str, steps: int, seed: int, out: str) -> None:
-    """One run of train.py's loop; a line of seconds and rewards a step to `out`/steps.jsonl."""
+def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
+    """One run of train.py's loop; the time and reward of each step go to `out`/steps.json."""
     import log
     import train
     from configs import PRESETS
@@ -53,7 +55,7 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str) -> None:
 
     log.Logger.step = noted
     cfg = replace(PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), reward=f"{out}/reward.py:{reward}", go=True,
-                  seed=seed,
+                  seed=seed, dtype=dtype,
                   prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=4096, stop=(),
                   steps=steps, policy_lr=LR, betas=BETAS, lr_decay="constant", warmup_updates=0, weight_decay=0.0, eval_every=0,
                   save_every=0, out=f"{out}/run")
@@ -62,8 +64,8 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str) -> None:
         Path(f"{out}/steps.json").write_text(json.dumps(done))
 
 
-def trl(base: str, reward: str, steps: int, seed: int, out: str) -> None:
-    """The same with TRL's trainer."""
+def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
+    """The same with TRL's trainer; `tuned`: not as it comes, but as it is fastest on these cores."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -92,8 +94,9 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str) -> None:
         output_dir=f"{out}/trl", per_device_train_batch_size=PROMPTS * SAMPLES // world, num_generations=SAMPLES,
         max_completion_length=TOKENS, learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], lr_scheduler_type="constant",
         weight_decay=0.0, max_grad_norm=1.0, beta=0.0, loss_type="dapo", epsilon=0.2, temperature=1.0, num_iterations=1,
-        max_steps=steps, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", report_to=[],
-        logging_strategy="no", disable_tqdm=True, seed=seed)
+        max_steps=steps, use_cpu=True, save_strategy="no", report_to=[],
+        logging_strategy="no", disable_tqdm=True, seed=seed,
+        **({"bf16": False, "gradient_checkpointing": False} if tuned else {}))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     GRPOTrainer(model, score, config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
@@ -122,15 +125,15 @@ def _started_by(pid: int, ancestor: int) -> bool:
     return False
 
 
-def job(side: str, python: str, ranks: int, base: str, reward: str, steps: int, seed: int) -> dict:
+def job(side: str, python: str, ranks: int, args: argparse.Namespace, base: str, seed: int) -> dict:
     """Run one side in processes of its own; its figures."""
     with tempfile.TemporaryDirectory() as out:
         threads = max(1, (os.cpu_count() or 1) // ranks)
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         start = [python] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
                                              "--nproc-per-node", str(ranks)]
-        command = [*start, __file__, "--side", side, "--base", base, "--reward", reward, "--steps", str(steps), "--seed",
-                   str(seed), "--out", out]
+        command = [*start, __file__, "--side", side, "--base", base, "--task", args.task, "--steps", str(args.steps),
+                   "--seed", str(seed), "--out", out, "--dtype", args.dtype]
         Path(f"{out}/reward.py").write_text(REWARD)
         with open(f"{out}/log", "w") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -167,14 +170,16 @@ def main() -> None:
     parser.add_argument("--trl_python", default=sys.executable, help="the interpreter that has trl")
     parser.add_argument("--trl_ranks", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=os.cpu_count(), help="of torz")
-    parser.add_argument("--side", choices=("torz", "trl"), help="run one side in this process: for the program itself")
-    parser.add_argument("--reward", default="exact")
+    parser.add_argument("--dtype", default="float32", help="of torz")
+    parser.add_argument("--side", choices=SIDES, help="run one side in this process: for the program itself")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    if args.side:
-        return (torz if args.side == "torz" else trl)(args.base, args.reward, args.steps, args.seed, args.out)
     base, reward, pairs = args.base or f"runs/vs-trl-{args.task}", {"sums": "exact", "digits": "digits"}[args.task], []
+    if args.side == "torz":
+        return torz(base, reward, args.steps, args.seed, args.out, args.dtype)
+    if args.side:
+        return trl(base, reward, args.steps, args.seed, args.out, args.side == "trl_tuned")
     if args.task == "sums":
         from tiny import build
 
@@ -184,18 +189,21 @@ def main() -> None:
 
         build(base, "tiny")
     for seed in range(args.pairs):
-        sides = [("torz", sys.executable, args.ranks), ("trl", args.trl_python, args.trl_ranks)]
-        pair = {side: job(side, python, ranks, base, reward, args.steps, seed)
-                for side, python, ranks in (sides if seed % 2 else sides[::-1])}
+        pair = {}
+        for side in SIDES if seed % 2 else SIDES[::-1]:
+            python, ranks = (sys.executable, args.ranks) if side == "torz" else (args.trl_python, args.trl_ranks)
+            pair[side] = job(side, python, ranks, args, base, seed)
         pairs.append(pair)
         for row in pair.values():
             print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
-    faster = [p["torz"]["samples_per_s"] / p["trl"]["samples_per_s"] for p in pairs]
     found = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS, "samples": SAMPLES,
-             "tokens": TOKENS,
-             "times_faster": {"median": round(statistics.median(faster), 2), "pairs": [round(x, 2) for x in faster]},
-             "memory_share": round(statistics.median(p["torz"]["memory_mb"] / p["trl"]["memory_mb"] for p in pairs), 2)}
-    for side in ("torz", "trl"):
+             "tokens": TOKENS, "dtype": args.dtype}
+    for other in SIDES[1:]:
+        faster = [p["torz"]["samples_per_s"] / p[other]["samples_per_s"] for p in pairs]
+        found[f"against_{other}"] = {
+            "times_faster": round(statistics.median(faster), 2), "pairs": [round(x, 2) for x in faster],
+            "memory_share": round(statistics.median(p["torz"]["memory_mb"] / p[other]["memory_mb"] for p in pairs), 2)}
+    for side in SIDES:
         found[side] = {k: round(statistics.median(p[side][k] for p in pairs), 3)
                        for k in ("step_s", "samples_per_s", "memory_mb", "reward_last_quarter")}
     print(json.dumps(found))
