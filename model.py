@@ -38,17 +38,47 @@ class Segments:
 
     def __init__(self, cu_seqlens: Tensor, longest: int) -> None:
         self.cu_seqlens, self.longest = cu_seqlens, longest
-        self.groups: list[tuple[Tensor, Tensor]] = []  # CPU: (rows of token indices, which of them are real)
+        self.rows: list[tuple[int, int]] = []  # CPU: (segments, columns) of blocks of rows, all of a block padded alike
         if cu_seqlens.device.type == "cpu":
-            lengths, starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
+            lengths, starts, done = cu_seqlens.diff().long(), cu_seqlens[:-1].long(), 0
             size = torch.tensor([max(int(n) - 1, 15).bit_length() for n in lengths])  # padding at most doubles a row
+            self.places = torch.empty(int(lengths.sum()), dtype=torch.int64)  # of each token in the padded rows, end to end
             for s in size.unique():
                 n, first = lengths[size == s], starts[size == s]
                 column = torch.arange(int(n.max()))
                 real = column < n[:, None]
-                self.groups.append(((first[:, None] + column).where(real, first[:, None]), real))
-            places = torch.cat([rows[real] for rows, real in self.groups])
-            self.restore = torch.empty_like(places).scatter_(0, places, torch.arange(len(places)))
+                place = done + torch.arange(real.numel()).view_as(real)
+                self.places[(first[:, None] + column)[real]] = place[real]
+                self.rows.append(tuple(real.shape))
+                done += real.numel()
+            self.padded = done
+
+
+class Pad(torch.autograd.Function):
+    """(T, …) tokens to their places among (padded, …) rows, zeros elsewhere. Indexing would do, but for its gradient, which
+    adds up at places that may come twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return x.new_zeros(segments.padded, *x.shape[1:]).index_copy_(0, segments.places, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.segments.places], None
+
+
+class Unpad(torch.autograd.Function):
+    """Pad's inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
+        ctx.segments = segments
+        return x[segments.places]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Pad.forward(ctx, grad, ctx.segments), None
 
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
@@ -67,12 +97,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, d)
     if query.is_cuda:
         return varlen(query, key, value, segments, scaling)[None], None
-    outs = []
-    for rows, real in segments.groups:
-        q, k, v = (x[rows].transpose(1, 2) for x in (query, key, value))  # (N, H, L, d)
+    outs, sizes = [], [n * columns for n, columns in segments.rows]
+    parts = zip(*(Pad.apply(x, segments).split(sizes) for x in (query, key, value)), strict=True)
+    for (n, columns), some in zip(segments.rows, parts, strict=True):
+        q, k, v = (x.view(n, columns, *x.shape[1:]).transpose(1, 2) for x in some)  # (N, H, L, d)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        outs.append(out.transpose(1, 2)[real])
-    return torch.cat(outs)[segments.restore][None], None
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return Unpad.apply(torch.cat(outs), segments)[None], None
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float) -> Tensor:
