@@ -78,8 +78,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def keep_memory() -> None:
-    """Have glibc keep what a step frees, in pieces of up to 32 MiB (its limit). Else it goes to the kernel and comes back page by
-    page: some ten thousand faults and a tenth of the time in an update of the demo."""
+    """Have glibc keep what a step frees, in pieces of up to 32 MiB, its limit. Else it goes to the kernel and comes back a page
+    at a time: some ten thousand faults and a tenth of the time in an update of the demo."""
     with contextlib.suppress(AttributeError, OSError):  # another libc
         mallopt, trim, pad, mmap = ctypes.CDLL(None).mallopt, -1, -2, -3  # malloc.h
         for what, size in ((trim, 2**31 - 1), (pad, 2**26), (mmap, 2**25)):

@@ -5,8 +5,8 @@
 Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at most 64 tokens,
 temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which ends
 after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which goes on for 37. TRL runs twice: as
-it comes (bf16, activations recomputed), and tuned (`trl_tuned`: neither, which is its fastest on a CPU). torz has a rank a core
-(--ranks), TRL its threads on all cores (--trl_ranks). A pair is one run of each, in turns first; a run's figure is the median
+it comes (bf16, activations recomputed), and tuned (`trl_tuned`: neither, which is its fastest on a CPU). Both are one process
+with threads on all cores (--ranks, --trl_ranks). A pair is one run of each, in turns first; a run's figure is the median
 second of its steps after the first three, its memory the largest sum of its processes' proportional set sizes. One JSON line a
 run; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
 """
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--base", help="the model's folder, grown where it is missing")
     parser.add_argument("--trl_python", default=sys.executable, help="the interpreter that has trl")
     parser.add_argument("--trl_ranks", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=os.cpu_count(), help="of torz")
+    parser.add_argument("--ranks", type=int, default=1, help="of torz")
     parser.add_argument("--dtype", default="float32", help="of torz")
     parser.add_argument("--side", choices=SIDES, help="run one side in this process: for the program itself")
     parser.add_argument("--seed", type=int, default=0)
