@@ -405,7 +405,7 @@ def prune(out: Path, keep: int, keep_best: str) -> None:
 def _best(out: Path, have: list[Path], metric: str) -> Path | None:
     """The one of `have` whose evaluation was highest, the newest of equals."""
     scores: dict[str, float] = {}
-    for row in read_metrics(out):
+    for row in read_metrics(out, [int(p.name.removeprefix("step_")) for p in have]):
         values = ([v for k, v in row.items() if k.startswith("eval/") and "/avg@" in k] if metric == "auto"
                   else [row[metric]] if metric in row else [])
         if values:

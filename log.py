@@ -20,7 +20,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -203,20 +203,22 @@ def board(out: Path, start: int) -> Any:
     return SummaryWriter(str(out / "tb"), purge_step=start)
 
 
-def read_rows(path: Path) -> list[dict]:
-    """A .jsonl file's rows; none where there is no file. A line that a crash cut short is left out."""
+def read_rows(path: Path, starts: tuple[str, ...] | None = None) -> list[dict]:
+    """A .jsonl file's rows, or those whose line starts so; none where there is no file. A line that a crash cut short is left
+    out."""
     rows = []
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # splitlines() would cut at U+2028 too
             for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):
-                    rows.append(json.loads(line))
+                if starts is None or line.startswith(starts):
+                    with contextlib.suppress(json.JSONDecodeError):
+                        rows.append(json.loads(line))
     return rows
 
 
-def read_metrics(run: Path) -> list[dict]:
-    """The run's metrics, a dict a step."""
-    return read_rows(run / "metrics.jsonl")
+def read_metrics(run: Path, steps: Collection[int] | None = None) -> list[dict]:
+    """The run's metrics, a dict a step; of these `steps` alone, without the time that reading a long run's takes."""
+    return read_rows(run / "metrics.jsonl", None if steps is None else tuple(f'{{"step": {s},' for s in steps))
 
 
 def read_json(path: Path) -> dict:
