@@ -120,15 +120,17 @@ def main() -> None:
             "pack": args.pack, "segment": args.segment, "checkpoint": args.checkpoint}
 
     def measure(phase: str, work, need: float, moved: float, count: int) -> None:
-        seconds, memory = [], []
+        seconds = []
         for _ in range(args.rounds + 1):
             begin = time.perf_counter()
-            memory.append(peak_memory(work, world.device))
+            work()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
         taken, limit = statistics.median(seconds[1:]), max(need / peak, moved / bandwidth)
         row = {"phase": phase, "seconds": taken, "tokens_per_s_a_rank": count / taken, "mfu": need / taken / peak,
                "tflops": need / taken / 1e12, "limit_s": limit, "share_of_limit": limit / taken,
-               "memory_gib": max(memory[1:]) / 2**30}
+               "memory_gib": peak_memory(work, world.device) / 2**30}
         if world.main:
             print(json.dumps(what | {k: v if isinstance(v, str) else float(f"{v:.4g}") for k, v in row.items()}), flush=True)
 
