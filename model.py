@@ -54,33 +54,6 @@ class Segments:
             self.padded = done
 
 
-class Pad(torch.autograd.Function):
-    """(T, …) tokens to their places among (padded, …) rows, zeros elsewhere. Indexing would do, but for its gradient, which
-    adds up at places that may come twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return x.new_zeros(segments.padded, *x.shape[1:]).index_copy_(0, segments.places, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.segments.places], None
-
-
-class Unpad(torch.autograd.Function):
-    """Pad's inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, segments: Segments) -> Tensor:
-        ctx.segments = segments
-        return x[segments.places]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return Pad.forward(ctx, grad, ctx.segments), None
-
-
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
                      segments: Segments | None = None, cache: Any = None, **_: Any) -> tuple[Tensor, None]:
     """Causal attention within segments. query (1, H, T, d), key and value (1, Hkv, T, d) -> (1, T, H, d).
@@ -97,13 +70,15 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, d)
     if query.is_cuda:
         return varlen(query, key, value, segments, scaling)[None], None
-    outs, sizes = [], [n * columns for n, columns in segments.rows]
-    parts = zip(*(Pad.apply(x, segments).split(sizes) for x in (query, key, value)), strict=True)
+    # Rows by index_copy, not by indexing, whose gradient adds up at places that may come twice.
+    outs, sizes, at = [], [n * columns for n, columns in segments.rows], segments.places
+    padded = (x.new_zeros(segments.padded, *x.shape[1:]).index_copy(0, at, x) for x in (query, key, value))
+    parts = zip(*(x.split(sizes) for x in padded), strict=True)
     for (n, columns), some in zip(segments.rows, parts, strict=True):
         q, k, v = (x.view(n, columns, *x.shape[1:]).transpose(1, 2) for x in some)  # (N, H, L, d)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         outs.append(out.transpose(1, 2).flatten(0, 1))
-    return Unpad.apply(torch.cat(outs), segments)[None], None
+    return torch.cat(outs).index_select(0, at)[None], None
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float) -> Tensor:
