@@ -100,6 +100,8 @@ class Pack:
     advantages: Tensor  # (T,)
     longest: int  # tokens of the longest segment
     responses: int  # trained responses in the pack: N, less what is masked; 0 in a filler
+    computed: Tensor  # (U,) places of the tokens that a model computes: what segments begin with in common only once
+    source: Tensor  # (T,) which of those stands for each token
     old_logp: Tensor | None = None  # (T,) the trainer's, before the step's first update
     ref_logp: Tensor | None = None  # (T,)
     values: Tensor | None = None  # (T,) the critic's, before its first update of the step
@@ -328,7 +330,8 @@ def pack(samples: Sequence[Sample]) -> Pack:
     """Lay samples end to end. No samples make a filler: one token that no loss sees, so that every rank runs as many passes."""
     if not samples:
         zero = torch.zeros(1)
-        return Pack(zero.long(), zero.long(), torch.tensor([0, 1], dtype=torch.int32), zero.bool(), zero, zero, zero, 1, 0)
+        return Pack(zero.long(), zero.long(), torch.tensor([0, 1], dtype=torch.int32), zero.bool(), zero, zero, zero, 1, 0,
+                    zero.long(), zero.long())
     lengths = np.array([s.length for s in samples])
     ends = lengths.cumsum()
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -337,8 +340,16 @@ def pack(samples: Sequence[Sample]) -> Pack:
     logp[response] = np.concatenate([s.logp for s in samples])
     rewards[ends - 1] = [s.score for s in samples]
     advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response
+    tokens = np.concatenate([x for s in samples for x in (s.prompt, s.ids)]).astype(np.int64)
+    twin = np.arange(len(tokens))  # of each token the first that comes after the same tokens: neighbours in order share most
+    rows = sorted(zip(np.split(tokens, ends[:-1]), (ends - lengths).tolist(), strict=True), key=lambda row: row[0].tobytes())
+    for (a, at), (b, start) in itertools.pairwise(rows):
+        differ = a[:len(b)] != b[:len(a)]
+        same = int(differ.argmax()) if differ.any() else len(differ)
+        twin[start:start + same] = twin[at:at + same]
+    own = twin == np.arange(len(twin))
     return Pack(
-        tokens=torch.from_numpy(np.concatenate([x for s in samples for x in (s.prompt, s.ids)]).astype(np.int64)),
+        tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
         mask=torch.from_numpy(response & np.repeat([s.trained for s in samples], lengths)),
@@ -347,4 +358,6 @@ def pack(samples: Sequence[Sample]) -> Pack:
         advantages=torch.from_numpy(advantages),
         longest=int(lengths.max()),
         responses=sum(s.trained for s in samples),
+        computed=torch.from_numpy(own.nonzero()[0]),
+        source=torch.from_numpy((own.cumsum() - 1)[twin]),
     )

@@ -34,29 +34,34 @@ from plan import CHUNK_BYTES
 
 
 class Segments:
-    """Where the segments of a pack lie: what the attention function needs, made once a forward pass."""
+    """Where the segments of a pack lie: what the attention function needs, made once a forward pass. `computed` and `source` as
+    in a Pack; without them every token is computed."""
 
-    def __init__(self, cu_seqlens: Tensor, longest: int) -> None:
-        self.cu_seqlens, self.longest = cu_seqlens, longest
+    def __init__(self, cu_seqlens: Tensor, longest: int, computed: Tensor | None = None, source: Tensor | None = None) -> None:
+        self.cu_seqlens, self.longest, self.computed, self.source = cu_seqlens, longest, computed, source
         self.rows: list[tuple[int, int]] = []  # CPU: (segments, columns) of blocks of rows, all of a block padded alike
         if cu_seqlens.device.type == "cpu":
             lengths, starts, done = cu_seqlens.diff().long(), cu_seqlens[:-1].long(), 0
             size = torch.tensor([max(int(n) - 1, 15).bit_length() for n in lengths])  # padding at most doubles a row
-            self.places = torch.empty(int(lengths.sum()), dtype=torch.int64)  # of each token in the padded rows, end to end
+            places = torch.empty(int(lengths.sum()), dtype=torch.int64)  # of each token in the padded rows, end to end
             for s in size.unique():
                 n, first = lengths[size == s], starts[size == s]
                 column = torch.arange(int(n.max()))
                 real = column < n[:, None]
                 place = done + torch.arange(real.numel()).view_as(real)
-                self.places[(first[:, None] + column)[real]] = place[real]
+                places[(first[:, None] + column)[real]] = place[real]
                 self.rows.append(tuple(real.shape))
                 done += real.numel()
-            self.padded = done
+            # What lies in padding is never looked at, and has gradient 0.
+            self.source = torch.zeros(done, dtype=torch.int64).index_copy(
+                0, places, torch.arange(len(places)) if source is None else source)
+            self.computed = places if computed is None else places[computed]
 
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
                      segments: Segments | None = None, cache: Any = None, **_: Any) -> tuple[Tensor, None]:
-    """Causal attention within segments. query (1, H, T, d), key and value (1, Hkv, T, d) -> (1, T, H, d).
+    """Causal attention within segments. query (1, H, U, d), key and value (1, Hkv, U, d) -> (1, U, H, d). What several
+    segments begin with is among the U tokens once; it is laid out before each of them here and nowhere else.
 
     With `cache` (see rollout.Cache): keys and values go into it, and where `segments` is None, query (B, H, 1, d) looks
     at the cache's rows.
@@ -67,18 +72,20 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         key, value, allowed = cache.read(module.layer_idx)
         out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
-    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (T, H, d)
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # (U, H, d)
+    if segments.source is not None:  # by index_select, not by indexing, whose gradient takes four times as long on a CPU
+        query, key, value = (x.index_select(0, segments.source) for x in (query, key, value))
     if query.is_cuda:
-        return varlen(query, key, value, segments, scaling)[None], None
-    # Rows by index_copy, not by indexing, whose gradient adds up at places that may come twice.
-    outs, sizes, at = [], [n * columns for n, columns in segments.rows], segments.places
-    padded = (x.new_zeros(segments.padded, *x.shape[1:]).index_copy(0, at, x) for x in (query, key, value))
-    parts = zip(*(x.split(sizes) for x in padded), strict=True)
-    for (n, columns), some in zip(segments.rows, parts, strict=True):
-        q, k, v = (x.view(n, columns, *x.shape[1:]).transpose(1, 2) for x in some)  # (N, H, L, d)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, at)[None], None
+        out = varlen(query, key, value, segments, scaling)
+    else:
+        outs, sizes = [], [n * columns for n, columns in segments.rows]
+        parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+        for (n, columns), some in zip(segments.rows, parts, strict=True):
+            q, k, v = (x.view(n, columns, *x.shape[1:]).transpose(1, 2) for x in some)  # (N, H, L, d)
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            outs.append(o.transpose(1, 2).flatten(0, 1))
+        out = torch.cat(outs)
+    return (out if segments.computed is None else out.index_select(0, segments.computed))[None], None
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float) -> Tensor:
@@ -101,18 +108,19 @@ AttentionInterface.register("torz", packed_attention)
 
 class ChunkedLogProbs(torch.autograd.Function):
     """log p and entropy of a linear head's softmax, fp32, never more than CHUNK_BYTES of logits at once: forward keeps
-    only what came in and backward makes each chunk's logits again (one more product with the head)."""
+    only what came in and backward makes each chunk's logits again (one more product with the head), but for the last."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
+        every = None
         for c in chunks(len(targets), len(weight)):
+            del every  # before the next is made
             every = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
             logp[c] = every.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(every.exp(), every)
-            del every  # before the next is made
         ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.last = temperature, every
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -121,8 +129,10 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
         g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for c in chunks(len(targets), len(weight)):
-            every = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
+        for c in reversed(chunks(len(targets), len(weight))):
+            every, ctx.last = ctx.last, None
+            if every is None:
+                every = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
             # d logp_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
             g = every.exp()
             if g_entropy is None:
@@ -179,9 +189,8 @@ class Policy(nn.Module):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (T,) fp32 of the pack's sampled tokens; 0 elsewhere. The head sees no other token."""
-        hidden = self.hidden(pack.tokens[None], pack.positions[None], segments=Segments(pack.cu_seqlens, pack.longest))[0]
         at = pack.mask.nonzero()[:, 0]
-        logp, entropy = self.lm_head(hidden[at - 1], pack.tokens[at], temperature)
+        logp, entropy = self.lm_head(before(self.model, pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
         return zero.index_put((at,), logp), zero.index_put((at,), entropy)
 
@@ -200,11 +209,18 @@ class Critic(nn.Module):
 
     def forward(self, pack: Pack) -> Tensor:
         """Values (T,) fp32 before each of the pack's sampled tokens; 0 elsewhere."""
-        hidden = self.model(input_ids=pack.tokens[None], position_ids=pack.positions[None], use_cache=False,
-                            segments=Segments(pack.cu_seqlens, pack.longest)).last_hidden_state[0]
         at = pack.mask.nonzero()[:, 0]
-        value = self.score(hidden[at - 1])[:, 0].float()
+        value = self.score(before(self.model, pack, at))[:, 0].float()
         return value.new_zeros(len(pack.tokens)).index_put((at,), value)
+
+
+def before(backbone: nn.Module, pack: Pack, at: Tensor) -> Tensor:
+    """Last hidden states (n, D) before the pack's tokens at `at` (n,)."""
+    everything = len(pack.computed) == len(pack.tokens)
+    segments = Segments(pack.cu_seqlens, pack.longest, *(() if everything else (pack.computed, pack.source)))
+    tokens, positions = (x[pack.computed][None] for x in (pack.tokens, pack.positions))
+    hidden = backbone(input_ids=tokens, position_ids=positions, use_cache=False, segments=segments).last_hidden_state[0]
+    return hidden.index_select(0, pack.source[at - 1])
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:

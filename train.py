@@ -137,7 +137,7 @@ def train(run: Run) -> bool:
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
             parts = make_packs(samples, step, cfg, world, policy.model)
-            measure_work(meter, samples, policy.model, cfg)
+            measure_work(meter, samples, parts, policy.model, cfg)
             if step % (cfg.eval_every or 10) == 0:
                 log.rows("samples", step, dist.gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
         if ref:
@@ -347,9 +347,9 @@ def first_look(run: Run, batch: Sequence[Problem], samples: Sequence[Sample]) ->
 
 def shape(s: Sample, cfg: Config) -> Sample:
     """A sample with what its length costs it (DAPO, arXiv 2503.14476, eq. 13), or left out of the loss for it."""
-    penalty = 0.0
-    if cfg.overlong_buffer:
-        penalty = grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer)
+    if not cfg.overlong_buffer and not cfg.mask_truncated:
+        return s
+    penalty = grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer) if cfg.overlong_buffer else 0.0
     return replace(s, penalty=penalty, trained=s.stopped or not cfg.mask_truncated)
 
 
@@ -598,12 +598,16 @@ def measure_samples(meter: Meter, samples: Sequence[Sample]) -> None:
         meter.add(f"grade/{reason}", reasons[reason], n)
 
 
-def measure_work(meter: Meter, samples: Sequence[Sample], model: nn.Module, cfg: Config) -> None:
-    """Tokens that are trained on, and the FLOP that it takes: 6N a token and attention's share."""
-    meter.add("tokens", sum(s.length for s in samples), 0)
+def measure_work(meter: Meter, samples: Sequence[Sample], parts: list[list[Pack]], model: nn.Module, cfg: Config) -> None:
+    """Tokens that are trained on, how many of them are computed, and the FLOP that it takes: 6N a computed token and what
+    attention takes."""
+    tokens, packs = sum(s.length for s in samples), [p for part in parts for p in part if p.responses]
+    computed = sum(len(p.computed) for p in packs)
+    meter.add("tokens", tokens, 0)
+    meter.add("computed", computed, sum(len(p.tokens) for p in packs))
     layers, width, size = model.config.num_hidden_layers, model.config.hidden_size, sum(p.numel() for p in model.parameters())
     passes = (2 if cfg.algo == "ppo" else 1) + (0 if cfg.algo == "grpo" else 1 / 3)  # critic's values: a forward, a third
-    meter.add("flops", passes * sum(6 * size * s.length + 6 * layers * width * s.length**2 for s in samples), 0)
+    meter.add("flops", passes * (6 * size * computed + 6 * layers * width * sum(s.length**2 for s in samples)), 0)
 
 
 def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:

@@ -30,12 +30,15 @@ import matplotlib.pyplot  # noqa: E402, F401
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Random ragged samples with rewards, as an engine would have made them."""
+    """Random ragged samples with rewards, as an engine would have made them: four of a prompt, two of which begin alike."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
-        prompt = tuple(g.integers(3, vocabulary, g.integers(2, 9)).tolist())
+        if i % 4 == 0:
+            prompt = tuple(g.integers(3, vocabulary, g.integers(2, 9)).tolist())
         ids = g.integers(3, vocabulary, g.integers(1, 25)).astype(np.int32)
+        if i % 4 == 1:
+            ids[:5] = out[-1].ids[:5][:len(ids)] if len(ids) <= len(out[-1].ids) else ids[:5]
         logp = -g.random(len(ids)).astype(np.float32) * 5
         out.append(data.Sample(i // 4, i % 4, prompt, ids, logp, True, "", 0, reward=float(g.integers(0, 2)),
                                advantage=float(g.standard_normal())))
@@ -87,14 +90,19 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
     for p in packs:
         loss, _ = train.policy_pack_loss(policy.model, p, tokens, responses, cfg, meter)
         loss.backward()
-    out |= {f"policy.{n}": p.grad.full_tensor() for n, p in policy.model.named_parameters()}
+    out |= {f"policy.{n}": full(p.grad) for n, p in policy.model.named_parameters()}
     if critic:
         for p in packs:
             v = model.values(critic.model, p)
             train.ppo.value_loss(v, p.values, p.returns, p.mask, tokens, cfg.value_clip).backward()
-        out |= {f"critic.{n}": p.grad.full_tensor() for n, p in critic.model.named_parameters()}
+        out |= {f"critic.{n}": full(p.grad) for n, p in critic.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
     return out | {"metrics": metrics, "packs": len(packs)}
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
@@ -103,7 +111,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     place = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", place)
     first = {n: t.clone() for n, t in dist.full_weights(policy)}
-    shares = sum(p.to_local().numel() for p in policy.parameters())
+    shares = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in policy.parameters())
     assert shares < 1.2 * sum(t.numel() for t in first.values()) / world.size + 1000  # each rank holds its share only
     return first
 
@@ -126,8 +134,7 @@ def restored(cfg, out) -> dict:
     facts = json.loads((path / "state.json").read_text())
     step = ckpt.resume(path, models, {"config": dataclasses.asdict(cfg.with_steps(0)), "problems": facts["problems"]})
     held = {f"{who}.{k}": v for who, state in ckpt.HostCopy(models).stage().items() for k, v in state.items()}
-    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in held.items()}
-    return {"step": step} | whole
+    return {"step": step} | {k: full(v) for k, v in held.items()}
 
 
 def stopped(cfg, after: int) -> str:

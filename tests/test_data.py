@@ -120,3 +120,13 @@ def test_a_pack_is_aligned():
         assert p.rewards[a:b].tolist() == [0.0] * (b - a - 1) + [s.reward]
         assert p.advantages[a + n:b].tolist() == pytest.approx([s.advantage] * len(s.ids))
     assert not data.pack([]).mask.any()
+
+
+def test_what_samples_begin_with_is_computed_once():
+    samples = make_samples(12)
+    samples.append(data.replace(samples[5], index=9))  # one twice
+    samples.append(data.replace(samples[7], ids=samples[7].ids[:1], logp=samples[7].logp[:1]))  # one that ends in another
+    p = data.pack(samples)
+    heads = [(*s.prompt, *s.ids)[:k + 1] for s in samples for k in range(s.length)]
+    assert len(p.computed) == len(set(heads)) < len(heads) == len(p.tokens)
+    assert [heads[i] for i in p.computed[p.source].tolist()] == heads

@@ -70,6 +70,20 @@ def test_packed_gradients_are_padded_gradients(tiny):
         assert (param.grad - want[name].grad).norm() < 1e-5 * (want[name].grad.norm() + 1e-3), name
 
 
+def test_what_is_computed_once_has_the_values_and_gradients_of_what_is_computed_each_time(tiny):
+    p, found = data.pack(make_samples(16)), []
+    every = torch.arange(len(p.tokens))
+    assert len(p.computed) < len(every)
+    for q in (p, data.replace(p, computed=every, source=every)):
+        policy, critic = model.load_policy(tiny), model.load_critic(tiny)
+        logp, entropy = model.logprobs(policy, q, 0.7)
+        v = model.values(critic, q)
+        (logp * q.engine_logp + entropy + v * v).sum().backward()
+        found.append([logp, entropy, v, *(x.grad for m in (policy, critic) for x in m.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() < 1e-5 * (b.norm() + 1e-3)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_are_the_full_softmax(chunk, monkeypatch):
     monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
