@@ -220,42 +220,56 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 class Cache:
-    """Static keys and values of B rows, (B, Hkv, columns, d) a layer. Prompts end at one column, `width`, so that all rows
+    """Static keys and values of up to B rows, (B, Hkv, columns, d) a layer. Prompts end at one column, `width`, so all rows
     write the same column at each step; what lies left of a shorter prompt is masked."""
 
-    def __init__(self, config: Any, rows: int, width: int, columns: int, like: Tensor) -> None:
+    def __init__(self, config: Any, most: int, lengths: Tensor, steps: int, like: Tensor) -> None:
+        """Room for `most` rows of `steps` tokens after prompts of `lengths` (R,), which are the first R."""
+        self.rows, self.width = len(lengths), int(lengths.max())
+        self.at, columns = self.width, self.width + steps
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (rows, config.num_key_value_heads, columns, head)
+        shape = (most, config.num_key_value_heads, columns, head)
         # Zeros, for what is masked still enters sums: 0 times whatever the memory held before, which may be NaN.
         self.k = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         self.v = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.width, self.at = width, width
         self.allowed: Tensor | None = None  # (B, 1, 1, columns), None where all prompts are as long
+        if int(lengths.min()) < self.width:
+            first = like.new_zeros(most, dtype=torch.int64).index_copy(
+                0, torch.arange(self.rows, device=like.device), self.width - lengths)
+            self.allowed = (torch.arange(columns, device=like.device) >= first[:, None])[:, None, None]
         self.place: tuple[Tensor, Tensor] | None = None  # while prefilling: (row, column) of each token
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Prefill: key, value (1, Hkv, T, d) to their places. Decode: (B, Hkv, 1, d) to column `at`."""
+        """Prefill: key, value (1, Hkv, T, d) to their places. Decode: (R, Hkv, 1, d) to column `at`."""
         if self.place is not None:
             row, column = self.place
             self.k[layer][row, :, column] = key[0].transpose(0, 1)
             self.v[layer][row, :, column] = value[0].transpose(0, 1)
         else:
-            self.k[layer][:, :, self.at] = key[:, :, 0]
-            self.v[layer][:, :, self.at] = value[:, :, 0]
+            self.k[layer][:self.rows].select(2, self.at).copy_(key[:, :, 0])
+            self.v[layer][:self.rows].select(2, self.at).copy_(value[:, :, 0])
 
     def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values up to column `at`, and which of them a row may see."""
-        end = self.at + 1
-        return (self.k[layer][:, :, :end], self.v[layer][:, :, :end],
-                None if self.allowed is None else self.allowed[..., :end])
+        n, end = self.rows, self.at + 1
+        return (self.k[layer][:n, :, :end], self.v[layer][:n, :, :end],
+                None if self.allowed is None else self.allowed[:n, ..., :end])
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order; a row may come twice."""
-        for tensors in (self.k, self.v):
-            for i, t in enumerate(tensors):
-                tensors[i] = t[rows]
-        if self.allowed is not None:
-            self.allowed = self.allowed[rows]
+    def arrange(self, parents: Tensor) -> Tensor:
+        """Go on with the rows `parents` (n,), in ascending order, one as often as it comes, and with no others. Returns the
+        places (n,) they have now, the first n in some order: a row stays where it is if it can."""
+        n = len(parents)
+        stays = parents < n
+        stays[1:] &= parents[1:] != parents[:-1]
+        free = torch.ones(n, dtype=torch.bool, device=parents.device).index_fill_(0, parents[stays], False)
+        source, to = parents[~stays], free.nonzero()[:, 0]
+        if len(to):
+            for t in (*self.k, *self.v):
+                t[to, :, :self.at + 1] = t[source, :, :self.at + 1]
+            if self.allowed is not None:
+                self.allowed[to] = self.allowed[source]
+        self.rows = n
+        return parents.masked_scatter(~stays, to)
 
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers Decoder knows
@@ -268,32 +282,52 @@ class Decoder:
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
-        if policy.config.model_type in LLAMA_LIKE:
+        rope = getattr(policy.config, "rope_parameters", None) or {}
+        if policy.config.model_type in LLAMA_LIKE and rope.get("rope_type", "default") not in ("dynamic", "longrope"):
             for layer in policy.model.layers:
                 a, m = layer.self_attn, layer.mlp
                 self.layers.append((layer, a, m, joined(a.q_proj, a.k_proj, a.v_proj), joined(m.gate_proj, m.up_proj)))
+
+    def begin(self, positions: int) -> None:
+        """Make the rotations of as many positions."""
+        if self.layers:
+            like = self.policy.lm_head.weight
+            self.cos, sin = (x[0, :, None] for x in self.policy.model.rotary_emb(  # (positions, 1, d)
+                like, torch.arange(positions, device=like.device)[None]))
+            first, second = sin.chunk(2, -1)
+            self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Last hidden states (B, D) of tokens (B,) at positions (B,), whose keys and values go to the cache's column `at`."""
         if not self.layers:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         model = self.policy.model
-        x = model.embed_tokens(tokens)
-        cos, sin = model.rotary_emb(x, positions[:, None])
+        x = F.embedding(tokens, model.embed_tokens.weight)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         for i, (layer, a, m, qkv, gate_up) in enumerate(self.layers):
-            heads = F.linear(layer.input_layernorm(x), *qkv).view(len(x), -1, a.head_dim)
+            heads = F.linear(normed(layer.input_layernorm, x), *qkv).view(len(x), -1, a.head_dim)
             kv = cache.k[i].shape[1]
             if hasattr(a, "q_norm"):
-                heads = torch.cat([a.q_norm(heads[:, :-2 * kv]), a.k_norm(heads[:, -2 * kv:-kv]), heads[:, -kv:]], 1)
-            qk, half = heads[:, :-kv], a.head_dim // 2
-            qk = torch.addcmul(qk * cos, torch.cat([-qk[..., half:], qk[..., :half]], -1), sin)
+                heads = torch.cat([normed(a.q_norm, heads[:, :-2 * kv]), normed(a.k_norm, heads[:, -2 * kv:-kv]),
+                                   heads[:, -kv:]], 1)
+            qk = heads[:, :-kv]
+            qk = torch.addcmul(qk * cos, qk.roll(a.head_dim // 2, -1), sin)
             cache.write(i, qk[:, -kv:, None], heads[:, -kv:, None])
             key, value, allowed = cache.read(i)
-            out = F.scaled_dot_product_attention(qk[:, :-kv, None], key, value, allowed, scale=a.scaling, enable_gqa=True)
-            x = x + a.o_proj(out.view(len(x), -1))
-            gate, up = F.linear(layer.post_attention_layernorm(x), *gate_up).chunk(2, -1)
-            x = x + m.down_proj(m.act_fn(gate) * up)
-        return model.norm(x)
+            # Products of batches, which for one query a row are faster on a CPU than scaled_dot_product_attention.
+            scores = (qk[:, :-kv] * a.scaling).view(len(x), kv, -1, a.head_dim) @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, L)
+            if allowed is not None:
+                scores.masked_fill_(~allowed, -torch.inf)
+            out = scores.softmax(-1, torch.float32).to(x.dtype) @ value
+            x = x + F.linear(out.view(len(x), -1), a.o_proj.weight, a.o_proj.bias)
+            gate, up = F.linear(normed(layer.post_attention_layernorm, x), *gate_up).chunk(2, -1)
+            x = x + F.linear(m.act_fn(gate) * up, m.down_proj.weight, m.down_proj.bias)
+        return normed(model.norm, x)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """x by an RMSNorm of Hugging Face's, in one call."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -309,8 +343,8 @@ def joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 class TorchEngine(Engine):
-    """Batched decoding in waves of `max_num_seqs` responses, longest prompts first; a prompt is prefilled once for all its
-    samples; finished rows are dropped from the batch as it thins out."""
+    """Batched decoding in waves of `max_num_seqs` responses, longest prompts first. A row of the batch is a prefix: a prompt is
+    one row for all its samples, and they part where their tokens do; finished rows are dropped as the batch thins out."""
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
@@ -361,39 +395,52 @@ class TorchEngine(Engine):
         room = torch.tensor([self.room(prompts[s], max_tokens) for s, _ in rows], device=self.device)
         steps = int(room.max())
         draws = torch.from_numpy(np.stack([uniforms((*key, *row), steps) for row in rows])).to(self.device)
-        cache, hidden = self._prefill([s for s, _ in rows], prompts, steps)
+        cache, where, hidden = self._prefill([s for s, _ in rows], prompts, steps)
         lengths = torch.tensor([len(prompts[s]) for s, _ in rows], device=self.device)
         ids = torch.zeros(len(rows), steps, dtype=torch.int64, device=self.device)
         logp = torch.zeros(len(rows), steps, device=self.device)
-        running = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        for t in range(steps):  # all of these have the cache's rows
-            token, lp = choose(logits_fp32(hidden, self.policy.lm_head.weight), draws[:, t], temperature)
+        running, least = torch.ones(len(rows), dtype=torch.bool, device=self.device), int(room.min())
+        left, vocabulary = len(rows), self.config.vocab_size
+        self.decoder.begin(int(lengths.max()) + steps)
+        for t in range(steps):
+            scores = logits_fp32(hidden, self.policy.lm_head.weight)
+            token, lp = choose(scores if where is None else scores[where], draws[:, t], temperature)
             ids[:, t], logp[:, t] = token, lp
             stopped = self._stopped(token, ids, t) & running
-            done = stopped | (running & (room == t + 1))
+            done = stopped if t + 1 < least else stopped | (running & (room == t + 1))
             if done.any():
-                for j in done.nonzero()[:, 0].tolist():
+                at = done.nonzero()[:, 0]
+                ended = (x[at, :t + 1].cpu().numpy() for x in (ids.int(), logp))
+                for j, whole, its, mine in zip(at.tolist(), stopped[at].tolist(), *ended, strict=True):
                     slot, index = rows[j]
-                    yield self.sample(slot, index, prompts[slot], ids[j, :t + 1].cpu().numpy().astype(np.int32),
-                                      logp[j, :t + 1].cpu().numpy(), bool(stopped[j]))
+                    yield self.sample(slot, index, prompts[slot], its, mine, whole)
                 running = running & ~done
                 left = int(running.sum())
                 if left == 0:
                     return
-                if left <= 0.8 * len(running):  # copying the cache costs; do it when a fifth has gone
-                    stay = running.nonzero()[:, 0]
-                    cache.keep(stay)
+            if where is not None or left <= 0.9 * len(running):  # moving rows costs a little: when a tenth has gone
+                stay = running.nonzero()[:, 0]
+                came = stay if where is None else where[stay]
+                distinct, which = (came * vocabulary + token[stay]).unique(return_inverse=True)
+                where = cache.arrange(distinct // vocabulary)[which]
+                if len(distinct) == len(stay):  # from now on each has a row of its own: in its order
+                    stay, where = stay[where.argsort()], None
+                if len(stay) < len(running) or where is None:
                     rows = [rows[j] for j in stay.tolist()]
                     ids, logp, draws, room, lengths, token, running = (
                         x[stay] for x in (ids, logp, draws, room, lengths, token, running))
+            fed = token, lengths + t
+            if where is not None:
+                fed = (x.new_empty(cache.rows).index_copy(0, where, x) for x in fed)
             cache.at = cache.width + t
-            hidden = self.decoder.step(token, lengths + t, cache)
+            hidden = self.decoder.step(*fed, cache)
 
-    def _prefill(self, slots: list[int], prompts: Mapping[int, Sequence[int]], steps: int) -> tuple[Cache, Tensor]:
-        """Cache and last hidden state (B, D) of the rows' prompts, each distinct one computed once."""
+    def _prefill(self, slots: list[int], prompts: Mapping[int, Sequence[int]], steps: int) -> tuple[Cache, Tensor, Tensor]:
+        """The cache with the distinct prompts, each computed once; which of its rows is each of `slots`; their last hidden
+        states (R, D)."""
         unique = list(dict.fromkeys(slots))
-        width = max(len(prompts[s]) for s in unique)
-        cache = Cache(self.config, len(unique), width, width + steps, self.policy.lm_head.weight)
+        lengths = torch.tensor([len(prompts[s]) for s in unique], device=self.device)
+        cache = Cache(self.config, len(slots), lengths, steps, self.policy.lm_head.weight)
         last, pending, tokens = [], [], 0
         for r, s in enumerate(unique):
             pending.append((r, prompts[s]))
@@ -401,14 +448,8 @@ class TorchEngine(Engine):
             if tokens >= self.cfg.pack_len or r == len(unique) - 1:
                 last.append(self._prefill_pack(cache, pending))
                 pending, tokens = [], 0
-        lengths = torch.tensor([len(prompts[s]) for s in unique], device=self.device)
-        if int(lengths.min()) < width:
-            cache.allowed = (torch.arange(width + steps, device=self.device) >= width - lengths[:, None])[:, None, None]
         cache.place = None
-        rows = torch.tensor([unique.index(s) for s in slots], device=self.device)
-        if slots != unique:
-            cache.keep(rows)
-        return cache, torch.cat(last)[rows]
+        return cache, torch.tensor([unique.index(s) for s in slots], device=self.device), torch.cat(last)
 
     def _prefill_pack(self, cache: Cache, prompts: list[tuple[int, Sequence[int]]]) -> Tensor:
         lengths = [len(p) for _, p in prompts]
@@ -439,7 +480,7 @@ def choose(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tenso
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
     else:
-        logp = (logits / temperature).log_softmax(-1)
+        logp = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[1] - 1)

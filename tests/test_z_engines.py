@@ -106,6 +106,25 @@ def test_log_probs_are_the_trainers(engine, policy, prompts, temperature):
     check_logprobs(samples, policy, temperature)
 
 
+def test_samples_that_agree_so_far_are_decoded_once(engines, policy, prompts, monkeypatch):
+    engine, rows = engines[0]["torch"], []
+    step = engine.decoder.step
+    monkeypatch.setattr(engine.decoder, "step", lambda tokens, *rest: rows.append(len(tokens)) or step(tokens, *rest))
+    two = {k: prompts[k] for k in (0, 1)}  # one wave with four samples each
+    greedy = go(engine, policy, two, n=4, temperature=0)
+    assert max(rows) == 2
+    assert all(greedy[slot, i].ids.tolist() == greedy[slot, 0].ids.tolist() for slot, i in greedy)
+    rows.clear()
+    samples = go(engine, policy, two, n=4, temperature=0.1)
+    for t, n in enumerate(rows):
+        running = [(slot, *s.ids[:t + 1].tolist()) for (slot, _), s in samples.items() if len(s.ids) > t + 1]
+        assert len(set(running)) <= n <= 8
+    assert 2 < sum(rows[:6]) / 6 < 8, rows
+    check_logprobs(samples, policy, 0.1)
+    alone = go(engine, policy, {1: prompts[1]}, temperature=0.1)
+    assert alone[1, 0].ids.tolist() == samples[1, 0].ids.tolist()
+
+
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts):
     """The torch engine with all memory that it asks for filled with NaN; prompts of several lengths."""
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
