@@ -43,6 +43,7 @@ KINDS = ("math", "choice", "exact")
 MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer comes near, parsing is superlinear
 MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
 CACHE = 16_384  # graded (answer, gold, kind) triples to remember: the samples of one prompt mostly agree
+CHUNK, LINGER = 16, 0.01  # answers that go to a worker together, seconds that the first waits for others: a trip costs 0.2 ms
 WALL = 4  # deadlines by the clock after which a worker is killed too: it sleeps, or the machine is overloaded
 SPEC = "path/to/file.py:function"
 
@@ -176,15 +177,14 @@ def _math_equal(answer: str, gold: str) -> bool:
         return False
 
 
-# ---- The server, `python reward.py --serve ...`: a request is a JSON line on stdin, a grade one on stdout.
+# ---- The server, `python reward.py --serve ...`: lists of requests as JSON lines on stdin, of grades on stdout.
 
 _custom: Callable | Exception | None = None  # the user's function, or why there is none; set before forking
-_deadline = 0.0  # seconds of CPU time
 
 
-def _work(answer: str, gold: str, kind: str) -> tuple[float, str, str | None]:
+def _work(answer: str, gold: str, kind: str, seconds: float) -> tuple[float, str, str | None]:
     """(reward, reason, error), in a worker. With a custom reward `answer` is the whole response."""
-    signal.setitimer(signal.ITIMER_PROF, _deadline)  # no handler: the kernel ends us, in C code too
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; no handler: the kernel ends us, in C code too
     try:
         if _custom is None:
             return (1.0, "correct", None) if _math_equal(answer, gold) else (0.0, "wrong", None)
@@ -198,6 +198,12 @@ def _work(answer: str, gold: str, kind: str) -> tuple[float, str, str | None]:
         return 0.0, "error", f"{type(error).__name__}: {error}"[:500]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _work_all(requests: list[list[str]], deadline: float) -> tuple[list[tuple[float, str, str | None]], float]:
+    """All of them within the deadline of one, for what takes long is tried again alone; and seconds that each took."""
+    start = time.monotonic()
+    return [_work(*r, deadline / len(requests)) for r in requests], (time.monotonic() - start) / len(requests)
 
 
 def _init_worker(pipes: tuple[int, ...]) -> None:
@@ -291,41 +297,62 @@ def serve(parent: int, workers: int, deadline: float, reward: str) -> None:
 
     import pebble
 
-    global _custom, _deadline
+    global _custom
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the trainer's to handle
     requests, replies, lock = os.dup(0), os.dup(1), threading.Lock()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # so that a print in a custom reward does not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _custom, _deadline = _load_custom(reward) if reward else _warm(), deadline
+    _custom = _load_custom(reward) if reward else _warm()
     gc.freeze()  # or the workers' collections would copy every page they share
 
-    def reply(task: int | None, future: pebble.ProcessFuture | None = None) -> None:
+    def reply(grades: list) -> None:
+        with lock:
+            os.write(replies, json.dumps(grades).encode() + b"\n")
+
+    together = 1  # as many quick answers as take a worker 0.1 s
+
+    def schedule(tasks: list[list]) -> None:
+        future = pool.schedule(_work_all, [[request for _, *request in tasks], deadline], timeout=WALL * deadline)
+        future.add_done_callback(functools.partial(done, tasks))
+
+    def done(tasks: list[list], future: pebble.ProcessFuture) -> None:
+        nonlocal together
         try:
-            value = future and future.result()
-        except TimeoutError:
-            value = 0.0, "timeout", None
+            values, seconds = future.result()
+            together = max(1, min(CHUNK, int(0.1 / max(seconds, 1e-6))))
         except BrokenProcessPool:
             _die()
-        except pebble.ProcessExpired as error:
-            value = 0.0, "error", f"WorkerDied: exit code {error.exitcode} while grading"
-            value = (0.0, "timeout", None) if error.exitcode == -signal.SIGPROF else value
         except BaseException as error:  # a custom reward's SystemExit, say
+            together = 1
+            if len(tasks) > 1:
+                for task in tasks:
+                    schedule([task])
+                return
             value = 0.0, "error", f"{type(error).__name__}: {error}"[:500]
-        with lock:
-            os.write(replies, json.dumps([task, value]).encode() + b"\n")
-    # A worker ends after 1,000 answers, for sympy's caches grow; its successor is a fork, so it starts warm.
-    pool = pebble.ProcessPool(workers, 1000, _init_worker, [(requests, replies)], get_context("fork"))
-    reply(None)
+            if isinstance(error, pebble.ProcessExpired):
+                value = 0.0, "error", f"WorkerDied: exit code {error.exitcode} while grading"
+            if isinstance(error, TimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF:
+                value = 0.0, "timeout", None
+            values = [value]
+        reply([[task, value] for (task, *_), value in zip(tasks, values, strict=True)])
+
+    # A worker ends after some thousand answers, for sympy's caches grow; its successor is a fork, so it starts warm.
+    pool = pebble.ProcessPool(workers, 250, _init_worker, [(requests, replies)], get_context("fork"))
+    reply([])
     with contextlib.suppress(RuntimeError):  # a killed idle worker breaks pebble's pool: start over
         for line in os.fdopen(requests, "rb"):
-            task, *request = json.loads(line)
-            future = pool.schedule(_work, request, timeout=WALL * deadline)
-            future.add_done_callback(functools.partial(reply, task))
+            tasks = json.loads(line)
+            size = min(together, math.ceil(len(tasks) / workers))
+            for i in range(0, len(tasks), size):
+                schedule(tasks[i:i + size])
     _die()
 
 
 # ---- The trainer's side.
+
+
+FLUSH = "flush"
 
 
 class _Server:
@@ -336,7 +363,7 @@ class _Server:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
                                         start_new_session=True)  # ctrl-C is not for it
-        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[list | str | None] = queue.SimpleQueue()  # a task, FLUSH, or None: the end
         self.receive, self.ready, self.dead = receive, False, False
         self.threads = [threading.Thread(target=f, daemon=True) for f in (self._write, self._read)]
         for thread in self.threads:
@@ -344,10 +371,19 @@ class _Server:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError), self.process.stdin as pipe:  # OSError: it died
-            while (line := self.outbox.get()) is not None:
-                pipe.write(line)
-                if self.outbox.empty():
+            while (task := self.outbox.get()) is not None:
+                tasks, until = [], time.monotonic() + LINGER
+                while isinstance(task, list):
+                    tasks.append(task)
+                    try:
+                        task = self.outbox.get(timeout=max(0.0, until - time.monotonic())) if len(tasks) < CHUNK else FLUSH
+                    except queue.Empty:
+                        break
+                if tasks:
+                    pipe.write(json.dumps(tasks).encode() + b"\n")  # ASCII, so NULs and lone surrogates pass
                     pipe.flush()
+                if task is None:
+                    break
 
     def _read(self) -> None:
         with self.process.stdout as pipe, contextlib.suppress(ValueError):  # ValueError: a line cut by death
@@ -420,6 +456,8 @@ class Grader:
         A server that died or stalls is replaced and gets what is left again, once; then RuntimeError.
         """
         replaced = False
+        if self._server:
+            self._server.outbox.put(FLUSH)
         while True:
             with self._changed:
                 before, server = self._replies, self._server
@@ -439,6 +477,7 @@ class Grader:
                 replaced, self._server = True, _Server(self.arguments, self._receive)
                 for task in self._tasks:
                     self._send(task)
+                self._server.outbox.put(FLUSH)
 
     def close(self) -> None:
         """End the server and its workers; what is not graded yet is dropped."""
@@ -454,19 +493,19 @@ class Grader:
         self.close()
 
     def _send(self, task: int) -> None:
-        line = json.dumps([task, *self._tasks[task][0]])  # ASCII, so NULs and lone surrogates pass
-        self._server.outbox.put(line.encode() + b"\n")
+        self._server.outbox.put([task, *self._tasks[task][0]])
 
     def _receive(self, server: _Server, message: list | None) -> None:
-        """A reply, or None at the server's end; in its reader's thread."""
+        """A reply, empty once it is ready, or None at the server's end; in its reader's thread."""
         with self._changed:
             self._replies += 1
             if message is None:
                 server.dead = True
-            elif message[0] is None:
+            else:
                 server.ready = True
-            elif message[0] in self._tasks:  # else a predecessor's server had graded it
-                self._finish(message[0], *message[1])
+                for task, grade in message:
+                    if task in self._tasks:  # else a predecessor's server had graded it
+                        self._finish(task, *grade)
             self._changed.notify_all()
 
     def _finish(self, task: int, reward: float, reason: str, error: str | None) -> None:
