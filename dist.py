@@ -126,10 +126,13 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, checkpoint: bool = False) -> nn.Module:
     """Shard a model of model.py in place: each decoder layer a group of its own, the rest (embedding, norm, head) the
-    root's. fp32 masters, `dtype` compute and gathers, fp32 reductions, sums instead of means."""
+    root's. fp32 masters, `dtype` compute and gathers, fp32 reductions, sums instead of means. On one rank that computes in
+    fp32 there is nothing to shard or cast: its parameters stay plain tensors, as in a notebook."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if checkpoint:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    if over.size() == 1 and dtype == torch.float32:
+        return model
     for layer in model.model.layers:
         fully_shard(layer, mesh=over, mp_policy=precision)
     fully_shard(model, mesh=over, mp_policy=precision)
@@ -237,7 +240,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], plan: list[list[list[li
     rank, size = td.get_rank(), td.get_world_size()
     mine = dict(zip(keys, samples, strict=True))
     outgoing = [{k: mine[k] for part in plan for bin in part[r] for k in bin if k in mine} for r in range(size)]
-    here: dict[int, Any] = {}
+    here, outgoing[rank] = outgoing[rank], {}
     for box in exchange(outgoing):
         here |= box
     return [[[here[k] for k in bin] for bin in part[rank]] for part in plan]

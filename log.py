@@ -153,10 +153,12 @@ class Logger:
             self.steps.update()
 
     def _write(self, row: Mapping[str, float]) -> None:
-        """The row to TensorBoard, whose writer stays broken once it failed, and to metrics.jsonl."""
+        """The row to TensorBoard, as one event, and to metrics.jsonl. A writer stays broken once it failed."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         self.tb = self.tb or board(self.out, int(row["step"]))
-        for k, v in row.items():
-            self.tb.add_scalar(k, v, int(row["step"]))
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items()]
+        self.tb.file_writer.add_summary(Summary(value=values), int(row["step"]))
         append(self.files["metrics"], row)
 
     def rows(self, kind: str, step: int, rows: list[dict]) -> None:
