@@ -6,9 +6,10 @@ Both train the same model on the same prompts with the same reward function: 16 
 temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which ends
 after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which goes on for 37. TRL runs twice: as
 it comes (bf16, activations recomputed), and tuned (`trl_tuned`: neither, which is its fastest on a CPU). Both are one process
-with threads on all cores (--ranks, --trl_ranks). A pair is one run of each, in turns first; a run's figure is the median
-second of its steps after the first three, its memory the largest sum of its processes' proportional set sizes. One JSON line a
-run; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
+with threads on all cores (--ranks, --trl_ranks). All three run at once and take four steps in turns, each waiting while another
+works, so that a slow spell of the machine is all of theirs; a pair is such a run with one seed. A side's figure is the median
+second of its steps after the first turn; its memory the peak of its processes, what they share counted once. One JSON line a
+side; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 SIDES = ("torz", "trl", "trl_tuned")
+SAYS, TURN = "vs_trl: ", 4
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 REWARD = '''
 def exact(response, answer, kind):
@@ -41,27 +42,40 @@ def digits(response, answer, kind):
 '''
 
 
+class Turns:
+    """What a side does between its steps: tell what the last one took and, after TURN of them, wait for its next turn."""
+
+    def __init__(self) -> None:
+        self.began, self.done = 0.0, 0
+
+    def step(self, reward: float) -> None:
+        self.done += 1
+        if os.environ.get("RANK", "0") == "0":
+            print(SAYS + json.dumps({"seconds": time.monotonic() - self.began, "reward": reward}), flush=True)
+            if self.done % TURN == 0:
+                sys.stdin.readline()
+        self.began = time.monotonic()
+
+
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """One run of train.py's loop; the time and reward of each step go to `out`/steps.json."""
+    """One run of train.py's loop."""
     import log
     import train
     from configs import PRESETS
 
-    done, step = [], log.Logger.step
+    turns, step = Turns(), log.Logger.step
 
     def noted(self: log.Logger, number: int, metrics: dict) -> None:
         step(self, number, metrics)
-        done.append({"at": time.monotonic(), "reward": metrics["reward"]})
+        turns.step(metrics["reward"])
 
     log.Logger.step = noted
     cfg = replace(PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), reward=f"{out}/reward.py:{reward}", go=True,
                   seed=seed, dtype=dtype,
-                  prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=4096, stop=(),
+                  prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=8192, stop=(),
                   steps=steps, policy_lr=LR, betas=BETAS, lr_decay="constant", warmup_updates=0, weight_decay=0.0, eval_every=0,
                   save_every=0, out=f"{out}/run")
     train.main(cfg)
-    if os.environ.get("RANK", "0") == "0":
-        Path(f"{out}/steps.json").write_text(json.dumps(done))
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
@@ -75,7 +89,7 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
     exec(REWARD, space)
     rows = [json.loads(line) for line in open(f"{base}/train.jsonl")]
     data = Dataset.from_list([{"prompt": r["prompt"] + "<think>", "answer": r["answer"]} for r in rows])
-    done: list[dict] = []
+    turns = Turns()
 
     def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         scores = [space[reward](c, a, "") * (ids[-1] == tokenizer.eos_token_id)  # cut by length: 0, as in torz
@@ -87,7 +101,7 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
-            done.append({"at": time.monotonic(), "reward": means[-1]})
+            turns.step(means[-1])
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config = GRPOConfig(
@@ -100,21 +114,22 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     GRPOTrainer(model, score, config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
-    if os.environ.get("RANK", "0") == "0":
-        Path(f"{out}/steps.json").write_text(json.dumps(done))
 
 
 def memory_mb(group: int) -> float:
-    """Proportional set sizes of a session's processes, in MB."""
-    total = 0
+    """Peak memory of a session's processes in MB: their own, what they share, and the files of the one that maps most."""
+    own, files = 0, [0]
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(entry.name)) == group or _started_by(int(entry.name), group):
-                lines = (entry / "smaps_rollup").read_text().splitlines()
-                total += next(int(x.split()[1]) for x in lines if x.startswith("Pss:"))
-        except (OSError, StopIteration):
+                text = (entry / "status").read_text() + (entry / "smaps_rollup").read_text()
+                kb = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in text.splitlines())
+                      if name in ("VmHWM", "VmRSS", "RssFile", "Pss_Anon", "Pss_Shmem")}
+                own += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
+                files.append(kb["RssFile"])
+        except (OSError, KeyError):  # it has ended
             continue
-    return total / 1000
+    return (own + max(files)) / 1000
 
 
 def _started_by(pid: int, ancestor: int) -> bool:
@@ -125,40 +140,49 @@ def _started_by(pid: int, ancestor: int) -> bool:
     return False
 
 
-def job(side: str, python: str, ranks: int, args: argparse.Namespace, base: str, seed: int) -> dict:
-    """Run one side in processes of its own; its figures."""
-    with tempfile.TemporaryDirectory() as out:
-        threads = max(1, (os.cpu_count() or 1) // ranks)
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+class Job:
+    """One side in processes of its own. Exits with their log where they fail."""
+
+    def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str, seed: int) -> None:
+        self.side, self.seed, self.ranks, self.threads = side, seed, ranks, max(1, (os.cpu_count() or 1) // ranks)
+        self.out, self.rows = tempfile.TemporaryDirectory(), []
+        out = self.out.name
+        env = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         start = [python] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
                                              "--nproc-per-node", str(ranks)]
         command = [*start, __file__, "--side", side, "--base", base, "--task", args.task, "--steps", str(args.steps),
                    "--seed", str(seed), "--out", out, "--dtype", args.dtype]
         Path(f"{out}/reward.py").write_text(REWARD)
         with open(f"{out}/log", "w") as log:
-            process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        peak = [0.0]
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                                            text=True, start_new_session=True)
+        self.turn()  # it starts by itself
 
-        def watch() -> None:
-            while process.poll() is None:
-                peak[0] = max(peak[0], memory_mb(process.pid))
-                time.sleep(2)
+    def turn(self) -> None:
+        """Have it take a turn, the first with its start, and wait for it."""
+        if self.rows:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(SAYS):
+                self.rows.append(json.loads(line.removeprefix(SAYS)))
+                if len(self.rows) % TURN == 0:
+                    return
+        sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.out.name, 'log').read_text()[-6000:]}")
 
-        threading.Thread(target=watch, daemon=True).start()
-        try:
-            if process.wait() or not Path(f"{out}/steps.json").exists():
-                sys.exit(f"vs_trl.py: {side} failed:\n{Path(f'{out}/log').read_text()[-6000:]}")
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        rows = json.loads(Path(f"{out}/steps.json").read_text())
-    seconds = statistics.median(b["at"] - a["at"] for a, b in zip(rows[2:], rows[3:], strict=False))
-    tail = rows[-max(1, len(rows) // 4):]
-    return {"side": side, "ranks": ranks, "threads": threads, "seed": seed, "step_s": round(seconds, 4),
-            "samples_per_s": round(PROMPTS * SAMPLES / seconds, 1), "memory_mb": round(peak[0]),
-            "reward_first": round(rows[0]["reward"], 3),
-            "reward_last_quarter": round(statistics.mean(r["reward"] for r in tail), 3),
-            "rewards": [round(r["reward"], 3) for r in rows]}
+    def end(self) -> dict:
+        """End it; its figures."""
+        memory = memory_mb(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.out.cleanup()
+        rows = self.rows
+        seconds, tail = statistics.median(r["seconds"] for r in rows[TURN:]), rows[-max(1, len(rows) // 4):]
+        return {"side": self.side, "ranks": self.ranks, "threads": self.threads, "seed": self.seed, "step_s": round(seconds, 4),
+                "samples_per_s": round(PROMPTS * SAMPLES / seconds, 1), "memory_mb": round(memory),
+                "reward_first": round(rows[0]["reward"], 3),
+                "reward_last_quarter": round(statistics.mean(r["reward"] for r in tail), 3),
+                "rewards": [round(r["reward"], 3) for r in rows]}
 
 
 def main() -> None:
@@ -189,12 +213,13 @@ def main() -> None:
 
         build(base, "tiny")
     for seed in range(args.pairs):
-        pair = {}
-        for side in SIDES if seed % 2 else SIDES[::-1]:
-            python, ranks = (sys.executable, args.ranks) if side == "torz" else (args.trl_python, args.trl_ranks)
-            pair[side] = job(side, python, ranks, args, base, seed)
-        pairs.append(pair)
-        for row in pair.values():
+        ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
+        jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
+        for turn in range(1, args.steps // TURN):
+            for job in jobs if turn % 2 else jobs[::-1]:
+                job.turn()
+        pairs.append({job.side: job.end() for job in jobs})
+        for row in pairs[-1].values():
             print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
     found = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS, "samples": SAMPLES,
              "tokens": TOKENS, "dtype": args.dtype}
