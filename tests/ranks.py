@@ -116,6 +116,16 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     return first
 
 
+def in_bf16(path: str) -> tuple[float, bool]:
+    """One rank that computes in bf16: how far its log-probs are from fp32's, and whether masters and gradients are fp32."""
+    world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
+    policy = model.load_policy(path, "cpu", train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype))
+    logp, _ = model.logprobs(policy, p, 1.0)
+    logp.sum().backward()
+    gap = (logp - model.logprobs(model.load_policy(path), p, 1.0)[0]).abs().max()
+    return float(gap), all(x.dtype == x.grad.dtype == torch.float32 for x in policy.parameters())
+
+
 def main(cfg) -> str:
     """A training run; returns the message of a user's mistake, or nothing."""
     try:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import run_ranks
-from ranks import all_gradients, make_samples, meet, weights
+from ranks import all_gradients, in_bf16, make_samples, meet, weights
 
 from configs import PRESETS
 
@@ -52,6 +52,11 @@ def test_gradients_do_not_depend_on_packs(alone):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
         agree(many, one)
+
+
+def test_one_rank_in_bf16_has_fp32_masters(tiny):
+    (gap, fp32), = run_ranks(1, in_bf16, tiny)
+    assert fp32 and 1e-5 < gap < 0.1
 
 
 def test_gradients_on_two_ranks_are_those_on_one(tiny, alone):
