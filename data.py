@@ -289,24 +289,43 @@ def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int, quad: float 
     """Which sample goes where: parts[update][rank][pack] -> indices into `lengths` (S,), the step's samples.
 
     Parts do not depend on the number of ranks, packs do not matter to the maths: so neither changes a run. Each rank gets
-    the same number of packs in a part (FSDP's collectives need it), the k-th packs of all ranks being of like cost.
+    the same number of packs in a part (FSDP's collectives need it), the k-th packs of all ranks being of like cost. Short
+    samples of a prompt stay together, for what they begin with is computed once a pack: up to an eighth of a pack, or of a
+    rank's share, go as one.
     """
     order = np.random.default_rng([cfg.seed, 2, step]).permutation(len(lengths))
     parts = []
     for part in partition(lengths[order], cfg.parts):
-        part = order[part]
-        packs = max(1, -(-int(lengths[part].sum()) // (cfg.pack_len * ranks)))
-        while (bins := partition(lengths[part], packs * ranks, cfg.pack_len, quad)) is None:
+        part = sorted(order[part].tolist())
+        most = min(cfg.pack_len, int(lengths[part].sum()) // ranks) // 8
+        units = together(part, lengths, cfg.samples_per_prompt, most)
+        tokens, cost = (np.array([x[unit].sum() for unit in units]) for x in (lengths, _cost(lengths, quad)))
+        packs = max(1, -(-int(tokens.sum()) // (cfg.pack_len * ranks)))
+        while (bins := partition(tokens, packs * ranks, cfg.pack_len, cost=cost)) is None:
             packs += 1
-        bins.sort(key=lambda b: -_cost(lengths[part][b], quad).sum())
-        parts.append([[part[b].tolist() for b in bins[r::ranks]] for r in range(ranks)])
+        bins.sort(key=lambda b: -cost[b].sum())
+        parts.append([[[i for u in b for i in units[u]] for b in bins[r::ranks]] for r in range(ranks)])
     return parts
 
 
-def partition(lengths: np.ndarray, bins: int, cap: int | None = None, quad: float = 0.0) -> list[list[int]] | None:
-    """Indices of `lengths` in `bins` lists of nearly equal work (longest first, into the lightest that has room: LPT),
-    none with more than `cap` tokens; None where that fails. Work of a sample: length + quad × length² (attention)."""
-    cost = _cost(lengths, quad)
+def together(samples: Sequence[int], lengths: np.ndarray, group: int, most: int) -> list[list[int]]:
+    """Ascending numbers of samples, `group` a prompt, in runs of one prompt's of up to `most` tokens, or of one sample."""
+    runs: list[list[int]] = []
+    room = 0
+    for i in samples:
+        if runs and runs[-1][0] // group == i // group and lengths[i] <= room:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+            room = most
+        room -= int(lengths[i])
+    return runs
+
+
+def partition(lengths: np.ndarray, bins: int, cap: int | None = None, cost: np.ndarray | None = None) -> list[list[int]] | None:
+    """Indices of `lengths` in `bins` lists of nearly equal work (costliest first, into the lightest that has room: LPT),
+    none with more than `cap` tokens; None where that fails. `cost`: the work of each, else its length."""
+    cost = lengths if cost is None else cost
     heap = [(0.0, b, 0) for b in range(bins)]  # work, bin, tokens
     out: list[list[int]] = [[] for _ in range(bins)]
     for i in np.argsort(-cost, kind="stable"):
@@ -323,6 +342,7 @@ def partition(lengths: np.ndarray, bins: int, cap: int | None = None, quad: floa
 
 
 def _cost(lengths: np.ndarray, quad: float) -> np.ndarray:
+    """Work of samples: length + quad × length² (attention)."""
     return lengths * (1.0 + quad * lengths)
 
 

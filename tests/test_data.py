@@ -83,7 +83,7 @@ def test_batches_are_a_function_of_seed_and_step():
 def test_partition_is_balanced_and_keeps_to_the_cap():
     g = np.random.default_rng(0)
     lengths = g.integers(10, 1000, 500)
-    bins = data.partition(lengths, 32, quad=1e-3)
+    bins = data.partition(lengths, 32, cost=lengths * (1 + 1e-3 * lengths))
     assert sorted(i for b in bins for i in b) == list(range(500))
     work = [sum(lengths[i] * (1 + 1e-3 * lengths[i]) for i in b) for b in bins]
     assert max(work) < 1.05 * min(work)
@@ -104,7 +104,28 @@ def test_every_sample_is_trained_on_once_in_parts_that_no_rank_count_changes():
         assert sets == whole
         for part in parts:
             assert len({len(rank) for rank in part}) == 1
+            tokens = [sum(lengths[i] for b in rank for i in b) for rank in part]
+            assert max(tokens) < 1.2 * min(tokens)
             assert all(sum(lengths[b]) <= 200 for rank in part for b in rank)
+
+
+def test_short_samples_of_a_prompt_stay_together():
+    """On two ranks all eight of each prompt; long ones, and few on many ranks, go one by one."""
+    cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
+    lengths = np.random.default_rng(0).integers(20, 40, 256)
+
+    def places(lengths: np.ndarray, ranks: int) -> list[set[int]]:
+        """Of each prompt the packs that have samples of it."""
+        part, = data.assign(lengths, ranks, cfg, step=0)
+        found = [set() for _ in range(len(lengths) // 8)]
+        for number, bin in enumerate(b for rank in part for b in rank):
+            for i in bin:
+                found[i // 8].add(number)
+        return found
+
+    assert all(len(packs) == 1 for packs in places(lengths, 2))
+    assert sum(len(packs) > 1 for packs in places(lengths * 60, 2)) > 16
+    assert set.union(*places(lengths[:16], 8)) == set(range(8))
 
 
 def test_a_pack_is_aligned():
