@@ -206,6 +206,15 @@ def _work_all(requests: list[list[str]], deadline: float) -> tuple[list[tuple[fl
     return [_work(*r, deadline / len(requests)) for r in requests], (time.monotonic() - start) / len(requests)
 
 
+def _failure(error: BaseException) -> tuple[float, str, str | None]:
+    """What an answer gets that its worker did not come to the end of."""
+    code = getattr(error, "exitcode", None)  # of pebble.ProcessExpired
+    if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
+        return 0.0, "timeout", None
+    what = f"{type(error).__name__}: {error}" if code is None else f"WorkerDied: exit code {code} while grading"
+    return 0.0, "error", what[:500]
+
+
 def _init_worker(pipes: tuple[int, ...]) -> None:
     for fd in pipes:  # the server's: held open here they would hide its end from the trainer
         os.close(fd)
@@ -326,15 +335,13 @@ def serve(parent: int, workers: int, deadline: float, reward: str) -> None:
         except BaseException as error:  # a custom reward's SystemExit, say
             together = 1
             if len(tasks) > 1:
-                for task in tasks:
-                    schedule([task])
+                try:
+                    for task in tasks:
+                        schedule([task])
+                except RuntimeError:  # the pool is broken
+                    _die()
                 return
-            value = 0.0, "error", f"{type(error).__name__}: {error}"[:500]
-            if isinstance(error, pebble.ProcessExpired):
-                value = 0.0, "error", f"WorkerDied: exit code {error.exitcode} while grading"
-            if isinstance(error, TimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF:
-                value = 0.0, "timeout", None
-            values = [value]
+            values = [_failure(error)]
         reply([[task, value] for (task, *_), value in zip(tasks, values, strict=True)])
 
     # A worker ends after some thousand answers, for sympy's caches grow; its successor is a fork, so it starts warm.

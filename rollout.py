@@ -397,7 +397,7 @@ class TorchEngine(Engine):
         draws = torch.from_numpy(np.stack([uniforms((*key, *row), steps) for row in rows])).to(self.device)
         cache, where, hidden = self._prefill([s for s, _ in rows], prompts, steps)
         lengths = torch.tensor([len(prompts[s]) for s, _ in rows], device=self.device)
-        ids = torch.zeros(len(rows), steps, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(len(rows), steps, dtype=torch.int32, device=self.device)
         logp = torch.zeros(len(rows), steps, device=self.device)
         running, least = torch.ones(len(rows), dtype=torch.bool, device=self.device), int(room.min())
         left, vocabulary = len(rows), self.config.vocab_size
@@ -410,7 +410,7 @@ class TorchEngine(Engine):
             done = stopped if t + 1 < least else stopped | (running & (room == t + 1))
             if done.any():
                 at = done.nonzero()[:, 0]
-                ended = (x[at, :t + 1].cpu().numpy() for x in (ids.int(), logp))
+                ended = (x[at, :t + 1].cpu().numpy() for x in (ids, logp))
                 for j, whole, its, mine in zip(at.tolist(), stopped[at].tolist(), *ended, strict=True):
                     slot, index = rows[j]
                     yield self.sample(slot, index, prompts[slot], its, mine, whole)
