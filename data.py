@@ -1,13 +1,15 @@
 """Problems in, packs out.
 
-Reads every shape of file that Open-Reasoner-Zero, Open-Instruct's RLVR and Open-R1 ship, draws each step's prompts as a
-pure function of (seed, step), cuts a step's samples into updates and balanced packs, and lays packs out for the model.
+Reads the file formats of Open-Reasoner-Zero, Open-Instruct's RLVR and Open-R1. Draws each step's prompts as a
+pure function of (seed, step). Cuts a step's samples into minibatches and balanced packs, and lays packs out
+for the model.
 
-    problems = load_problems(cfg.data, tokenizer, cfg)
-    prompts  = batch_at(problems, step, cfg)
-    packs    = [pack([samples[i] for i in bin]) for bin in partition(lengths, bins=8, cap=16384)]
+    problems    = load_problems(cfg.data, tokenizer, cfg)
+    batch       = batch_at(problems, step, cfg)
+    minibatches = assign(lengths, ranks, cfg, step)      # minibatch, rank and pack of each sample
+    packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
-Departs from Open-Reasoner-Zero: no remainder is dropped, no sample is duplicated as padding.
+Departs from Open-Reasoner-Zero: no remainder is dropped, and no sample is duplicated as padding.
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-import json
 import os
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,212 +30,195 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, UserError, need
+from configs import Config, read_rows, require
 from reward import KINDS
 
 TEMPLATES = {
     # Open-Reasoner-Zero's prompt, verbatim (its playground files).
     "orz": (
-        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
-        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
-        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
-        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: You "
-        "must put your answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
-        "answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n{problem}\n"
-        "Assistant: <think>"),
+        "A conversation between User and Assistant. The User asks a question, and the Assistant "
+        "solves it. The Assistant first thinks about the reasoning process in the mind and then "
+        "provides the User with the answer. The reasoning process is enclosed within <think> </think>"
+        " and answer is enclosed within <answer> </answer> tags, respectively, i.e., <think> "
+        "reasoning process here </think> <answer> answer here </answer>. User: You must put your "
+        "answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
+        "answer will be extracted automatically by the \\boxed{} tag.\n"
+        "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
+ORDER, MINIBATCH, REPLACE = 1, 2, 3  # random streams of this file: np.random.default_rng([seed, stream, …])
 
 
 @dataclass(frozen=True)
 class Problem:
     """A prompt with a verifiable answer."""
 
-    text: str  # the problem as it stands in the file
-    ids: tuple[int, ...]  # the templated prompt's tokens
-    answer: str
-    where: str  # file and row, for messages
-    kind: str = "math"  # how its answer is compared: math, choice or exact; a reward of the user's own is told it
+    text: str  # the problem as the file has it
+    ids: tuple[int, ...]  # tokens of the templated prompt
+    answer: str  # the gold answer
+    kind: str = "math"  # how answers are compared: math, choice or exact; passed to a user's own reward too
     weight: float = 1.0  # how often it comes in an epoch
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response to one prompt. What the engine sampled is what is trained on: ids are never made again from text."""
+    """One response to one prompt. Training uses the token ids that the engine sampled; text is never
+    re-tokenised."""
 
-    slot: int  # place of the prompt in the step's batch
-    index: int  # which of the prompt's samples
+    prompt_id: int  # which prompt of the step's batch
+    sample_id: int  # which of the prompt's samples
     prompt: tuple[int, ...]
-    ids: np.ndarray  # (L,) int32 response tokens, the stop string's or EOS's included
-    logp: np.ndarray  # (L,) float32 log-probs as the engine saw them, at its temperature
-    stopped: bool  # by EOS or a stop string, not by length
+    ids: np.ndarray  # (L,) int32 response tokens, with those of the stop string or EOS
+    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature
+    stopped: bool  # ended by EOS or a stop string, not by the length limit
     text: str  # the response, decoded
-    version: int  # of the weights that made it
-    reward: float = 0.0
-    reason: str = ""  # why that reward
+    version: int  # of the weights that sampled it
+    reward: float = 0.0  # from the grader
+    reason: str = ""  # why that reward: one of reward.REASONS
     answer: str | None = None  # what was extracted from the response
-    penalty: float = 0.0  # added to the reward in training, not in what is reported
-    trained: bool = True  # whether it enters the loss
-    advantage: float = 0.0  # grpo: what the group says; ppo: computed per token, later
+    parts: dict[str, float] = field(default_factory=dict)  # added to the reward in training
+    in_loss: bool = True  # whether its tokens enter the loss
+    advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and response."""
         return len(self.prompt) + len(self.ids)
 
     @property
     def score(self) -> float:
-        """What training wants more of: the reward, less what the length costs."""
-        return self.reward + self.penalty
+        """What training maximises: the reward and its parts."""
+        return self.reward + sum(self.parts.values())
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """N segments (prompt + response) end to end, T tokens in all. Tensors are never written after they are made."""
+    """N segments (prompt + response) end to end, T tokens in all. No tensor is written to after it was
+    made."""
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, from 0 in each segment
-    cu_seqlens: Tensor  # (N+1,) int32
-    mask: Tensor  # (T,) bool, true where tokens[t] was sampled
-    engine_logp: Tensor  # (T,) log p(tokens[t] | what precedes it), as the engine saw it
-    rewards: Tensor  # (T,) on each response's last token
+    cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
+    mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
+    engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
+    rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
     longest: int  # tokens of the longest segment
-    responses: int  # trained responses in the pack: N, less what is masked; 0 in a filler
-    computed: Tensor  # (U,) places of the tokens that a model computes: what segments begin with in common only once
-    source: Tensor  # (T,) which of those stands for each token
-    old_logp: Tensor | None = None  # (T,) the trainer's, before the step's first update
-    ref_logp: Tensor | None = None  # (T,)
-    values: Tensor | None = None  # (T,) the critic's, before its first update of the step
+    responses: int  # samples that enter the loss; 0 in a filler
+    unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
+    inverse: Tensor  # (T,) for each token, its position in `unique`
+    old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
+    ref_logp: Tensor | None = None  # (T,) from the reference
+    values: Tensor | None = None  # (T,) from the critic before its first update of the step
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
         """The same pack on another device."""
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items()
-                                if isinstance(v, Tensor)})
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 # --- problems
 
 
-def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print) -> list[Problem]:
-    """All problems of the files, in their order; cfg.data_weights are theirs if these are cfg.data. Over-long prompts and
-    repeated ones are dropped, counted and named.
+def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config,
+                  say: Callable[[str], None] = print) -> list[Problem]:
+    """All problems of the files, in file order. Over-long and repeated prompts are dropped, and `say` tells
+    how many.
 
-    Raises UserError naming file and row for what can't be read, and when nothing is left.
-    """
-    need(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
-    make_ids = templater(cfg.template, tokenizer)
-    problems, seen, long, twice = [], set(), [], 0
+    cfg.data_weights apply if `paths` is cfg.data. Raises UserError with file and row for a row that can't be
+    read, and where nothing is left."""
+    require(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
+    encode = prompt_encoder(cfg.template, tokenizer)
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
-    usual = "math" if ":" in cfg.reward else cfg.reward
+    default_kind = "math" if ":" in cfg.reward else cfg.reward
+    problems, seen, too_long, repeated = [], set(), [], 0
     for path, weight in zip(paths, weights, strict=True):
-        for row, raw in enumerate(read_rows(path), 1):
-            text, answer = problem_of(raw, f"{path} row {row}")
-            kind = kind_of(raw, usual, f"{path} row {row}")
+        for number, row in enumerate(read_rows(path), 1):
+            where = f"{path} row {number}"
+            text, answer = problem_of(row, where)
+            kind = kind_of(row, default_kind, where)
             if (text, answer) in seen:
-                twice += 1
+                repeated += 1
                 continue
             seen.add((text, answer))
-            ids = make_ids(text)
+            ids = encode(text)
             if len(ids) > cfg.max_prompt_len:
-                long.append(f"{os.path.basename(path)}:{row}")
+                too_long.append(f"{os.path.basename(path)}:{number}")
                 continue
-            problems.append(Problem(text, tuple(ids), answer, f"{path} row {row}", kind, weight))
-    need(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --max_prompt_len {cfg.max_prompt_len} tokens",
-         "a larger --max_prompt_len")
-    dropped = f"; dropped {twice} repeated" if twice else ""
-    if long:
-        dropped += f"; dropped {len(long)} over {cfg.max_prompt_len} tokens: {' '.join(long[:5])}{' …' * (len(long) > 5)}"
+            problems.append(Problem(text, tuple(ids), answer, kind, weight))
+    require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --max_prompt_len "
+            f"{cfg.max_prompt_len} tokens", "a larger --max_prompt_len")
+    dropped = f"; dropped {repeated} repeated" if repeated else ""
+    if too_long:
+        some = " ".join(too_long[:5]) + " …" * (len(too_long) > 5)
+        dropped += f"; dropped {len(too_long)} over {cfg.max_prompt_len} tokens: {some}"
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
 
-def read_rows(path: str) -> list[Any]:
-    """Rows of a .json (a list), .jsonl or .parquet file. Raises UserError where there are none."""
-    file = Path(path)
-    need(file.is_file(), f"no data file {path}", "--data or --eval_data with a file that exists")
-    if file.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise UserError(f"{path} is Parquet, and pyarrow is missing; needed: pip install pyarrow") from None
-        rows = parquet.read_table(file).to_pylist()
-    else:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path} is not UTF-8 (byte {e.start}); needed: .json, .jsonl or .parquet") from None
-        try:
-            rows = json.loads(text) if text.lstrip().startswith("[") and file.suffix != ".jsonl" else None
-        except json.JSONDecodeError as e:
-            raise UserError(f"{path} line {e.lineno} is not JSON ({e.msg}); needed: a JSON list") from None
-        rows = _jsonl(path, text) if rows is None else rows
-    need(len(rows) > 0, f"{path} is empty", "at least one row with a problem and its answer")
-    return rows
-
-
-def _jsonl(path: str, text: str) -> list[Any]:
-    rows = []
-    for i, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as e:
-                raise UserError(f"{path} row {i} is not JSON ({e.msg}); needed: one JSON object a line") from None
-    return rows
-
-
 def problem_of(row: Any, where: str) -> tuple[str, str]:
-    """Problem and answer of a row in any of the known shapes: ORZ's training pairs and evaluation rows, RLVR's messages,
-    Open-R1's problem/solution, plain prompt/answer. Raises UserError naming the row and what it lacks."""
+    """Problem and gold answer of a row in any of these formats: ORZ's training pairs and evaluation rows,
+    RLVR's messages, Open-R1's problem and solution, plain prompt and answer. Raises UserError with `where`
+    otherwise."""
+    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
     if isinstance(row, list):  # ORZ training: [{"from", "value"}, {"from", "ground_truth": {"value"}}]
-        turns = [t for t in row if isinstance(t, dict)]
-        text = next((t["value"] for t in turns if "value" in t), None)
-        answer = next((t["ground_truth"].get("value") for t in turns if isinstance(t.get("ground_truth"), dict)), None)
-    elif isinstance(row, dict):
-        prompt = next((row[k] for k in ("prompt", "problem", "question", "messages") if row.get(k) is not None), None)
-        answer = next((row[k] for k in ("final_answer", "answer", "ground_truth", "solution") if row.get(k) is not None), None)
-        if isinstance(prompt, list):  # turns; the last that isn't the assistant's
-            turns = [t for t in prompt if isinstance(t, dict) and t.get("role", t.get("from")) not in ("assistant", "gpt")]
-            prompt = (turns[-1].get("value") or turns[-1].get("content")) if turns else None
-        if "answer" not in row and isinstance(answer, str) and answer is row.get("solution"):
-            answer = (re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer])[-1]
-        text = prompt
-    else:
-        text = answer = None
-    keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    need(isinstance(text, str) and text.strip() != "", f"{where} has no problem (found: {keys})",
-         'a row like {"prompt": "1+1=", "answer": "2"}')
-    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    need(isinstance(answer, str | int | float) and str(answer).strip() != "", f"{where} has no answer (found: {keys})",
-         'a row like {"prompt": "1+1=", "answer": "2"}')
+        pair = ChainMap(*(turn for turn in row if isinstance(turn, dict)))
+        gold = pair.get("ground_truth")
+        row = {"prompt": pair.get("value"), "answer": gold.get("value") if isinstance(gold, dict) else None}
+    fields = row if isinstance(row, dict) else {}
+    text = _first(fields, "prompt", "problem", "question", "messages")
+    answer = _first(fields, "final_answer", "answer", "ground_truth", "solution")
+    if isinstance(text, list):  # a conversation: its last turn that isn't the assistant's
+        turns = [turn for turn in text if isinstance(turn, dict)
+                 and turn.get("role", turn.get("from")) not in ("assistant", "gpt")]
+        text = _first(turns[-1], "value", "content") if turns else None
+    if isinstance(answer, str) and answer is fields.get("solution"):
+        answer = (re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer])[-1]
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    example = 'a row like {"prompt": "1+1=", "answer": "2"}'
+    for name, value, types in (("problem", text, str), ("answer", answer, str | int | float)):
+        require(isinstance(value, types) and str(value).strip() != "",
+                f"{where} has no {name} (found: {found})", example)
     return text, str(answer)
 
 
-def kind_of(row: Any, usual: str, where: str) -> str:
-    """How a row's answer is compared: as its "reward" says, by its letter if it has "choices", else as usual."""
-    kind = row.get("reward", "choice" if row.get("choices") else usual) if isinstance(row, dict) else usual
-    need(kind in KINDS, f"{where} has reward {kind!r}", f"one of {', '.join(KINDS)}")
+def _first(fields, *names):
+    """The first of these fields that isn't None, or None."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def kind_of(row: Any, default: str, where: str) -> str:
+    """How a row's answer is compared: its own "reward"; "choice" if it has "choices"; else `default`. Raises
+    UserError for an unknown kind."""
+    kind = default
+    if isinstance(row, dict):
+        kind = row.get("reward", "choice" if row.get("choices") else default)
+    require(kind in KINDS, f"{where} has reward {kind!r}", f"one of {', '.join(KINDS)}")
     return kind
 
 
-def templater(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
-    """Function from a problem's text to its prompt's tokens, the tokenizer's BOS in front where it has one."""
+def prompt_encoder(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
+    """A function from a problem's text to its prompt's tokens. The tokenizer adds its BOS where it has one.
+    Raises UserError for a template that doesn't exist or has no {problem}."""
     if template == "chat":
-        need(bool(getattr(tokenizer, "chat_template", None)), "this tokenizer has no chat template", "--template orz or plain")
-        return lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True,
-                                                          add_generation_prompt=True, return_dict=False)
-    if template not in TEMPLATES:
-        need(os.path.isfile(template), f"no template {template!r}", "--template orz, plain, chat or a text file with {problem}")
+        require(bool(getattr(tokenizer, "chat_template", None)), "this tokenizer has no chat template",
+                "--template orz or plain")
+        return lambda text: tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=True, add_generation_prompt=True, return_dict=False)
+    form = TEMPLATES.get(template)
+    if form is None:
+        require(os.path.isfile(template), f"no template {template!r}",
+                "--template orz, plain, chat or a text file with {problem}")
         form = Path(template).read_text(encoding="utf-8")
-        need("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} where the problem goes")
-    else:
-        form = TEMPLATES[template]
+        require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
     return lambda text: tokenizer(form.replace("{problem}", text)).input_ids
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """What a checkpoint knows its problems by: the same prompts, token for token, with the same answers, in the same order."""
+    """Hash of the problems' tokens, answers, kinds and weights, in order. A checkpoint stores it: see
+    ckpt.resume."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight)).encode())
@@ -242,7 +226,7 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """The step's prompts: the problems in an order reshuffled each epoch, a pure function of (seed, step)."""
+    """The step's prompts. The order is reshuffled each epoch and is a pure function of (seed, step)."""
     weights = tuple(p.weight for p in problems)
     n, first = epoch_len(problems), step * cfg.prompts_per_step
     last = first + cfg.prompts_per_step
@@ -250,108 +234,115 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Proble
     return [problems[orders[i // n][i % n]] for i in range(first, last)]
 
 
-def spare_at(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """As many prompts again, to put in the place of the step's that teach nothing: as pure a function."""
-    draw = np.random.default_rng([cfg.seed, 3, step, round])
-    return [problems[i] for i in draw.choice(len(problems), cfg.prompts_per_step, len(problems) < cfg.prompts_per_step)]
+def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
+    """Replacement prompts for uniform groups: one per prompt of the step, a pure function of (seed, step,
+    round)."""
+    rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
+    return [problems[i] for i in rng.choice(len(problems), count, replace=len(problems) < count)]
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
     """Prompts in an epoch: each file's problems times its weight."""
-    return sum(_times(w, n) for w, n in Counter(p.weight for p in problems).items())
+    return sum(_draws(weight, n) for weight, n in Counter(p.weight for p in problems).items())
 
 
-def _times(weight: float, n: int) -> int:
+def _draws(weight, n):
     return max(1, round(weight * n))
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
-    """An epoch's problems, shuffled: all as often as their weight says, a fraction of them once more."""
-    rng, every = np.random.default_rng([seed, 1, epoch]), np.array(weights)
-    parts = []
+def _order(seed, epoch, weights):
+    """Indices of an epoch's problems, shuffled. Each problem comes floor(weight) times; a random subset comes
+    once more."""
+    rng, of_each = np.random.default_rng([seed, ORDER, epoch]), np.array(weights)
+    drawn = []
     for weight in dict.fromkeys(weights):
-        mine = np.flatnonzero(every == weight)
-        whole, rest = divmod(_times(weight, len(mine)), len(mine))
-        parts += [mine] * whole + [rng.permutation(mine)[:rest]] * bool(rest)
-    return rng.permutation(np.concatenate(parts))
+        same = np.flatnonzero(of_each == weight)
+        whole, rest = divmod(_draws(weight, len(same)), len(same))
+        drawn += [same] * whole + [rng.permutation(same)[:rest]]
+    return rng.permutation(np.concatenate(drawn))
 
 
 # --- packs
 
 
-def by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples that are ordered by (slot, index), a list a prompt."""
-    return [list(group) for _, group in itertools.groupby(samples, lambda s: s.slot)]
+def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """One list per prompt, of samples that are ordered by (prompt_id, sample_id)."""
+    return [list(group) for _, group in itertools.groupby(samples, lambda s: s.prompt_id)]
 
 
-def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int, quad: float = 0.0) -> list[list[list[list[int]]]]:
-    """Which sample goes where: parts[update][rank][pack] -> indices into `lengths` (S,), the step's samples.
+def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int,
+           work: np.ndarray | None = None) -> list[list[list[list[int]]]]:
+    """Which sample goes where: minibatches[m][rank][pack] is a list of sample numbers. `lengths[i]` is the
+    tokens of sample i; samples are ordered by (prompt_id, sample_id). `work[i]` is its cost in any unit;
+    default: its tokens.
 
-    Parts do not depend on the number of ranks, packs do not matter to the maths: so neither changes a run. Each rank gets
-    the same number of packs in a part (FSDP's collectives need it), the k-th packs of all ranks being of like cost. Short
-    samples of a prompt stay together, for what they begin with is computed once a pack: up to an eighth of a pack, or of a
-    rank's share, go as one.
-    """
-    order = np.random.default_rng([cfg.seed, 2, step]).permutation(len(lengths))
-    parts = []
-    for part in partition(lengths[order], cfg.parts):
-        part = sorted(order[part].tolist())
-        most = min(cfg.pack_len, int(lengths[part].sum()) // ranks) // 8
-        units = together(part, lengths, cfg.samples_per_prompt, most)
-        tokens, cost = (np.array([x[unit].sum() for unit in units]) for x in (lengths, _cost(lengths, quad)))
+    Minibatches are the same for any number of ranks, and packs do not change the maths. So ranks and packing
+    change no result. In a minibatch each rank gets equally many packs, because FSDP's collectives need it,
+    and the k-th packs of all ranks cost about the same. Samples of one prompt are kept together, in units of
+    at most an eighth of a pack and of a rank's tokens, because a prefix that they share is computed once per
+    pack. """
+    work = lengths if work is None else work
+    order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
+    minibatches = []
+    for chosen in partition(lengths[order], cfg.minibatches):
+        minibatch = sorted(order[chosen].tolist())
+        together = min(cfg.pack_len, int(lengths[minibatch].sum()) // ranks) // 8
+        units = _neighbours(minibatch, lengths, cfg.samples_per_prompt, together)
+        tokens, cost = (np.array([x[unit].sum() for unit in units]) for x in (lengths, work))
         packs = max(1, -(-int(tokens.sum()) // (cfg.pack_len * ranks)))
-        while (bins := partition(tokens, packs * ranks, cfg.pack_len, cost=cost)) is None:
+        while (bins := partition(tokens, packs * ranks, cfg.pack_len, cost)) is None:
             packs += 1
-        bins.sort(key=lambda b: -cost[b].sum())
-        parts.append([[[i for u in b for i in units[u]] for b in bins[r::ranks]] for r in range(ranks)])
-    return parts
+        bins.sort(key=lambda b: -cost[b].sum())  # costliest first, dealt in turn: k-th packs cost alike
+        indices = [[i for u in b for i in units[u]] for b in bins]
+        minibatches.append([indices[rank::ranks] for rank in range(ranks)])
+    return minibatches
 
 
-def together(samples: Sequence[int], lengths: np.ndarray, group: int, most: int) -> list[list[int]]:
-    """Ascending numbers of samples, `group` a prompt, in runs of one prompt's of up to `most` tokens, or of one sample."""
-    runs: list[list[int]] = []
+def _neighbours(indices, lengths, per_prompt, limit):
+    """Ascending sample indices in lists of one prompt's samples with at most `limit` tokens, or of one
+    sample."""
+    lists = []
     room = 0
-    for i in samples:
-        if runs and runs[-1][0] // group == i // group and lengths[i] <= room:
-            runs[-1].append(i)
+    for i in indices:
+        if lists and lists[-1][0] // per_prompt == i // per_prompt and lengths[i] <= room:
+            lists[-1].append(i)
         else:
-            runs.append([i])
-            room = most
+            lists.append([i])
+            room = limit
         room -= int(lengths[i])
-    return runs
+    return lists
 
 
-def partition(lengths: np.ndarray, bins: int, cap: int | None = None, cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Indices of `lengths` in `bins` lists of nearly equal work (costliest first, into the lightest that has room: LPT),
-    none with more than `cap` tokens; None where that fails. `cost`: the work of each, else its length."""
+def partition(lengths: np.ndarray, bins: int, cap: int | None = None,
+              cost: np.ndarray | None = None) -> list[list[int]] | None:
+    """Indices of `lengths` in `bins` lists of nearly equal cost, none with more than `cap` tokens; None where
+    that fails. Greedy: the costliest first, into the lightest list that has room (LPT). Default `cost`: the
+    lengths."""
     cost = lengths if cost is None else cost
-    heap = [(0.0, b, 0) for b in range(bins)]  # work, bin, tokens
-    out: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0.0, b, 0) for b in range(bins)]  # cost, bin, tokens
+    out = [[] for _ in range(bins)]
     for i in np.argsort(-cost, kind="stable"):
         full = []
         while heap and cap is not None and heap[0][2] + lengths[i] > cap:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        work, b, tokens = heapq.heappop(heap)
+        total, b, tokens = heapq.heappop(heap)
         out[b].append(int(i))
-        for entry in [(work + float(cost[i]), b, tokens + int(lengths[i])), *full]:
+        for entry in [(total + float(cost[i]), b, tokens + int(lengths[i])), *full]:
             heapq.heappush(heap, entry)
     return out
 
 
-def _cost(lengths: np.ndarray, quad: float) -> np.ndarray:
-    """Work of samples: length + quad × length² (attention)."""
-    return lengths * (1.0 + quad * lengths)
-
-
 def pack(samples: Sequence[Sample]) -> Pack:
-    """Lay samples end to end. No samples make a filler: one token that no loss sees, so that every rank runs as many passes."""
+    """Lay samples end to end. Without samples: a filler of one token that no loss sees, so that every rank
+    runs equally many passes."""
     if not samples:
         zero = torch.zeros(1)
-        return Pack(zero.long(), zero.long(), torch.tensor([0, 1], dtype=torch.int32), zero.bool(), zero, zero, zero, 1, 0,
-                    zero.long(), zero.long())
+        cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
+        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero, zero, zero, longest=1,
+                    responses=0, unique=zero.long(), inverse=zero.long())
     lengths = np.array([s.length for s in samples])
     ends = lengths.cumsum()
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -359,25 +350,43 @@ def pack(samples: Sequence[Sample]) -> Pack:
     logp, rewards = np.zeros((2, ends[-1]), np.float32)
     logp[response] = np.concatenate([s.logp for s in samples])
     rewards[ends - 1] = [s.score for s in samples]
-    advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response
-    tokens = np.concatenate([x for s in samples for x in (s.prompt, s.ids)]).astype(np.int64)
-    twin = np.arange(len(tokens))  # of each token the first that comes after the same tokens: neighbours in order share most
-    rows = sorted(zip(np.split(tokens, ends[:-1]), (ends - lengths).tolist(), strict=True), key=lambda row: row[0].tobytes())
-    for (a, at), (b, start) in itertools.pairwise(rows):
-        differ = a[:len(b)] != b[:len(a)]
-        same = int(differ.argmax()) if differ.any() else len(differ)
-        twin[start:start + same] = twin[at:at + same]
-    own = twin == np.arange(len(twin))
-    return Pack(
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-        mask=torch.from_numpy(response & np.repeat([s.trained for s in samples], lengths)),
-        engine_logp=torch.from_numpy(logp),
-        rewards=torch.from_numpy(rewards),
-        advantages=torch.from_numpy(advantages),
-        longest=int(lengths.max()),
-        responses=sum(s.trained for s in samples),
-        computed=torch.from_numpy(own.nonzero()[0]),
-        source=torch.from_numpy((own.cumsum() - 1)[twin]),
+    segments = [np.array([*s.prompt, *s.ids], dtype=np.int64) for s in samples]
+    unique, inverse = unique_prefixes(segments)
+    arrays = dict(
+        tokens=np.concatenate(segments),
+        positions=positions,
+        cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
+        mask=response & np.repeat([s.in_loss for s in samples], lengths),
+        engine_logp=logp,
+        rewards=rewards,
+        advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response,
+        unique=unique,
+        inverse=inverse,
     )
+    return Pack(longest=int(lengths.max()), responses=sum(s.in_loss for s in samples),
+                **{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def unique_prefixes(segments: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (U,) of the tokens that a model has to compute, and for each token (T,) its position among
+    them.
+
+    Attention is causal, so tokens that follow equal prefixes have equal hidden states. One of them is
+    computed:
+
+        segments    p q r a b | p q r a c | s d          (T = 12 tokens)
+        unique      0 1 2 3 4           9   10 11        (U = 8: p q r a b c s d)
+        inverse     0 1 2 3 4   0 1 2 3 5   6 7
+
+    Sorting puts the segments with the longest common prefixes next to each other.
+    """
+    ends = np.cumsum([len(s) for s in segments])
+    first = np.arange(ends[-1])  # index of the token that stands for all with the same prefix
+    rows = sorted(zip(segments, ends, strict=True), key=lambda row: row[0].tobytes())
+    for (a, a_end), (b, b_end) in itertools.pairwise(rows):
+        unequal = a[:len(b)] != b[:len(a)]  # where the segments differ
+        common = int(unequal.argmax()) if unequal.any() else len(unequal)
+        a_start, b_start = a_end - len(a), b_end - len(b)
+        first[b_start:b_start + common] = first[a_start:a_start + common]
+    is_unique = first == np.arange(ends[-1])
+    return is_unique.nonzero()[0], (is_unique.cumsum() - 1)[first]

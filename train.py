@@ -1,19 +1,17 @@
-"""The loop: reinforcement learning from verifiable rewards, PPO with its own critic or a critic-free GRPO.
+"""The loop: reinforcement learning from verifiable rewards, by PPO with its own critic or by a critic-free
+GRPO.
 
-    torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
+    python tiny.py && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
-One process per GPU, all running this same program. Each step: the engine wakes with the policy's weights and samples,
-answers are graded meanwhile, samples are laid out in packs of equal work, and critic and policy take their updates.
-Reads top down: `main` is the paper's algorithm, the functions below it are its lines.
+One process per GPU, all running this program. `train` is the algorithm, and the functions that it calls
+follow below. Each step the engine wakes with the policy's weights and samples responses, which are graded
+meanwhile. The samples are laid out in packs of equal work, and critic and policy take their updates.
 
-Departs from Open-Reasoner-Zero: losses are divided by token counts of the whole update over all ranks, so a run doesn't
-depend on how many ranks or packs it took; no sample is dropped or repeated; the old log-prob pass is left out where the
-ratio is 1 anyway.
-"""
-
-from __future__ import annotations
+Departs from Open-Reasoner-Zero: losses are divided by token counts of the whole update over all ranks, so
+neither the number of ranks nor the packing changes a run; no sample is dropped or repeated; the pass for old
+log-probs is left out where the ratio is 1."""
 
 import gc
 import os
@@ -21,170 +19,169 @@ import resource
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, UserError, check_ranks, need, parse
+from configs import Config, parse, require, user_errors
 
-if __name__ == "__main__":  # before torch is imported: --help and typing mistakes are answered at once
-    try:
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    with user_errors("train.py"):
         CONFIG = parse()
-    except UserError as e:
-        sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import checks
 import ckpt
 import dist
 import grpo
 import plan
 import ppo
-from data import Pack, Problem, Sample, assign, batch_at, by_prompt, epoch_len, fingerprint, load_problems, pack, spare_at
-from log import Logger, Meter, story
+import report
+from data import (
+    Pack,
+    Problem,
+    Sample,
+    assign,
+    batch_at,
+    epoch_len,
+    fingerprint,
+    load_problems,
+    pack,
+    replacement_batch,
+)
+from engine import Engine
+from log import Logger, Meter, measure_samples
 from model import load_critic, load_policy, load_tokenizer, logprobs, values
-from reward import REASONS, Grader
+from reward import Grader
 from rollout import (
     TRAIN,
-    Engine,
-    VLLMEngine,
-    check_prompts,
-    evaluate,
+    engine_part,
+    evaluate_sets,
+    load_sets,
     make_engine,
     make_grader,
-    reflections,
-    repetition,
     rollout,
-    row_of,
-    selfcheck,
-    share,
+    sample_row,
 )
 
-SHOWN = 8  # prompts of a step whose samples go to samples/
+SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/
+Minibatches = list[list[Pack]]  # a step's packs on this rank
 
 
 @dataclass
-class Trainee:
-    """A model in training: its shards, its optimizer, its name in logs and checkpoints."""
+class Role:
+    """A model of the run: policy, critic or ref."""
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    skipped: int = 0  # updates in a row that were not finite
+    optimizer: torch.optim.Optimizer | None  # None: ref, which is not trained
+    skipped: int = 0  # consecutive updates whose gradient was not finite
 
 
 @dataclass
 class Run:
-    """Everything that a run has, once it is ready to take its first step."""
+    """Everything that a run has when it is ready for its first step."""
 
-    cfg: Config  # its length in steps
+    cfg: Config  # with its length in steps
     world: dist.World
     problems: list[Problem]
     held_out: dict[str, list[Problem]]
     tokenizer: Any
     grader: Grader
     engine: Engine
-    policy: Trainee
-    critic: Trainee | None
-    ref: nn.Module | None
-    start: int  # steps done by the run that this one continues
+    policy: Role
+    critic: Role | None
+    ref: Role | None
+    start: int  # steps that were done before
     saver: ckpt.Saver
     log: Logger
 
 
 def main(cfg: Config) -> None:
-    """Train as cfg says. Raises UserError, the same on every rank, for what a user can mend."""
+    """Train as cfg says. Raises UserError, the same on every rank, for mistakes that a user can mend."""
     run = prepare(cfg)
-    with dist.heed_signals(cfg.grace):
+    with dist.handle_signals(cfg.grace):
         done = train(run)
         if done:
             finish(run)
         else:
-            run.log.say(f"asked to stop: {run.saver.saved} steps are saved in {run.saver.out}; the same command goes on there")
+            run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
+                        "the same command continues there")
     run.grader.close()
     run.log.close()
     gc.unfreeze()  # in a notebook the next run needs the memory
-    if done and run.world.main:
-        print(story(Path(os.path.relpath(run.log.out))))
+    if run.world.main:
+        folder = Path(os.path.relpath(run.log.out))
+        report.write_report(folder)
+        if done:
+            print(report.story(folder))
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns whether it came to its end; false: it was asked to stop, and has saved its whole steps."""
-    cfg, world, engine, policy, critic, ref, log = run.cfg, run.world, run.engine, run.policy, run.critic, run.ref, run.log
-    for step in range(run.start, cfg.steps + 1):
-        began, meter, metrics, last = time.perf_counter(), Meter(world.device), {}, step == cfg.steps
-        with engine.awake(dist.full_weights(policy.model, world.device), version=step):
-            if run.held_out and (step % cfg.eval_every == 0 or last):
-                with dist.phase("eval"):
-                    metrics |= evaluate_all(run, step)
-            if not last:
-                with dist.phase("rollout"):
-                    batch, samples = sample_step(run, step, meter)
+    """The algorithm. True: the run is complete. False: a stop was requested, and all finished steps are
+    saved."""
+    cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
+    for step in range(run.start, cfg.steps + 1):  # the last one only evaluates
+        start, meter = time.perf_counter(), Meter(world.device)
+        with run.engine.awake(dist.full_weights(policy.model, world.device), version=step):
+            metrics = evaluate(run, step)
+            if step < cfg.steps:
+                batch, samples = sample_step(run, step, meter)
         with dist.phase("wait"):  # for the slowest engine
-            stopping = dist.stop_asked()
-        if stopping:  # nothing of this step has been learned yet
+            stopping = dist.stop_requested()
+        if stopping:  # nothing was learned from this step
             return stop(run, step)
-        if last:
+        if step == cfg.steps:
             if metrics:
                 log.step(step, metrics)
             break
         with dist.phase("pack"):
             if cfg.algo == "grpo":
                 samples = add_group_advantages(samples, cfg)
-            parts = make_packs(samples, step, cfg, world, policy.model)
-            measure_work(meter, samples, parts, policy.model, cfg)
-            if step % (cfg.eval_every or 10) == 0:
-                log.rows("samples", step, dist.gather_rows([row_of(s, batch[s.slot]) for s in samples if s.slot < SHOWN]))
+            minibatches = make_packs(samples, step, cfg, world, policy.model, meter)
+            save_samples(run, step, batch, samples)
         if ref:
-            with dist.phase("ref"), dist.resident(ref, None, world.device, cfg.offload):
-                parts = each(parts, lambda p: replace(p, ref_logp=frozen(logprobs, ref, p, cfg.temperature)[0]))
+            with dist.phase("ref"), resident(ref, world, cfg):
+                minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
+        # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
+        # that.
         if cfg.policy_updates > 1 or (ref and cfg.kl_in == "reward"):
             with dist.phase("old_logp"), resident(policy, world, cfg):
-                parts = each(parts, lambda p: replace(p, old_logp=frozen(logprobs, policy.model, p, cfg.temperature)[0]))
+                minibatches = add_logp(minibatches, "old_logp", policy, cfg)
         if critic:
             with dist.phase("critic"), resident(critic, world, cfg):
-                parts = estimate_advantages(critic, parts, cfg, meter)
-                train_critic(critic, parts, step, cfg, meter, log)
+                minibatches = estimate_advantages(critic, minibatches, cfg, meter)
+                train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
         elif cfg.advantage == "group_mean_whiten":
-            parts = whiten_advantages(parts)
+            minibatches = whiten_advantages(minibatches)
         if step >= cfg.freeze_policy_steps:
             with dist.phase("policy"), resident(policy, world, cfg):
-                train_policy(policy, parts, step, cfg, meter, log)
-        if ref and cfg.ref_refresh and epoch_ends(run, step):
-            refresh(ref, policy.model)
-
-        if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
-            with dist.phase("save"):
-                log.alarm(run.saver.save(step + 1))
-        metrics |= report(meter, cfg, world, engine, began)
-        log.step(step, metrics)
-        if cfg.verbose:
-            log.say(engine.ledger.table())
-        check_gap(metrics, cfg)
-        log.alarm(engine.ledger.news(metrics["mem/residual_gb"]))
-        log.alarm(run.saver.news())
-        if dist.stop_asked():
+                train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
+        if ref and cfg.ref_refresh:
+            refresh_ref(run, step)
+        if end_of_step(run, step, metrics, meter, start):
             return stop(run, step + 1)
     return True
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a run that was asked to stop after `step` whole steps."""
+    """Save a run that was requested to stop after `step` whole steps."""
     run.log.alarm(run.saver.save(step, wait=True))
     return False
 
 
 def finish(run: Run) -> None:
-    """The last checkpoint, and what others load: Hugging Face folders of policy and critic."""
+    """Save the last checkpoint, and export policy and critic as Hugging Face folders."""
     run.log.alarm(run.saver.save(run.cfg.steps, wait=True))
-    for t in (run.policy, run.critic) if run.critic else (run.policy,):
-        weights, to = dist.full_weights(t.model, run.world.device), run.log.out / "export" / t.name
-        ckpt.export_hf(weights, t.model, run.tokenizer, run.cfg.model, to)
+    for role in filter(None, (run.policy, run.critic)):
+        weights = dist.full_weights(role.model, run.world.device)
+        folder = run.log.out / "export" / role.name
+        ckpt.export_hf(weights, role.model, run.tokenizer, run.cfg.model, folder)
 
 
 # --- starting
@@ -193,465 +190,427 @@ def finish(run: Run) -> None:
 def prepare(cfg: Config) -> Run:
     """Check, load and resume. Raises UserError, the same on every rank."""
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
-    check_ranks(cfg, world.size)
-    out = ckpt.preflight(cfg)
+    checks.check_ranks(cfg, world.size)
+    out = checks.preflight(cfg, world.main)
     say = print if world.main else lambda text: None
     tokenizer = load_tokenizer(cfg.model)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
-    held_out = {Path(p).stem: load_problems([p], tokenizer, cfg, say) for p in cfg.eval_data if cfg.eval_every}
+    held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     cfg = cfg.with_steps(epoch_len(problems))
-    told = check_plan(cfg, world, epoch_len(problems), say)
+    plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
     grader = make_grader(cfg)
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
     policy, critic, ref = load_models(cfg, world)
-    models = {t.name: (t.model, t.optimizer) for t in (policy, critic) if t}
-    models |= {"ref": (ref, None)} if ref and cfg.ref_refresh else {}  # else it is --model
+    saved = [policy, critic, ref if cfg.ref_refresh else None]  # --model has a reference that never changes
+    models = {role.name: (role.model, role.optimizer) for role in saved if role}
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
     found = ckpt.find(out, cfg.resume)
     start = ckpt.resume(found, models, facts) if found else 0
-    agreed = check_engine(engine, policy, problems, world, cfg) if cfg.selfcheck and isinstance(engine, VLLMEngine) else ""
-    elsewhere = found is not None and found.parent.parent != out
-    saver = ckpt.Saver(out, models, cfg, facts, None if elsewhere else start, aside=isinstance(engine, VLLMEngine))
+    check = cfg.selfcheck and engine.needs_selfcheck
+    agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
+    own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, aside=engine.needs_gil)
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
-    log.plan(told)
-    if agreed:
-        log.say(agreed)
+    log.save_plan(plan_table)
+    if agreement:
+        log.say(agreement)
     if found:
         log.say(f"resumed after {start} steps from {found}")
-    gc.freeze()  # what is here now stays; else Python looks through all of it again and again, 0.2 s each time
-    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver, log)
+    gc.freeze()  # else each garbage collection looks through all of this again, for 0.2 s
+    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver,
+               log)
 
 
-def check_plan(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
-    """Print the plan for the devices that are there, and return it for the report. Raises UserError, the same on every rank,
-    where it can't fit them."""
-    cuda = world.device.type == "cuda"
-    seen = (torch.cuda.mem_get_info()[1] if cuda else 0, plan.host_memory())
-    memory, host = (min(x) for x in zip(*dist.gather(seen), strict=True))
-    case = plan.case_of(cfg, world.size, ckpt.shapes(cfg), plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None,
-                        local=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), host=host, problems=problems)
-    rows = plan.sections(case)
-    say("\n".join(plan.lines(rows)))
-    lack = plan.misfit(case)
-    need(not lack, lack, lack and plan.fix(case))
-    say(f"\n{plan.verdict(case)}\n")
-    return plan.as_text(rows)
-
-
-def check_engine(engine: Engine, policy: Trainee, problems: Sequence[Problem], world: dist.World, cfg: Config) -> str:
-    """A line about the agreement of engine and trainer. Raises UserError, the same on every rank, where there is none."""
-    def trainers(samples: Sequence[Sample], temperature: float) -> Tensor:
-        p = pack(samples).to(world.device)
-        with dist.resident(policy.model, None, world.device, cfg.offload):
-            return frozen(logprobs, policy.model, p, temperature)[0][p.mask]
-
-    with dist.phase("selfcheck"):
-        found = dist.gather(selfcheck(engine, partial(dist.full_weights, policy.model, world.device), trainers,
-                                      check_prompts(problems, cfg)))
-    dist.times()  # the seconds aren't the first step's
-    wrong = next((f"on rank {rank}, {said}" for rank, (said, _) in enumerate(found) if said), "")
-    need(not wrong, f"self-check: {wrong}", "that put right, or --no-selfcheck to train on it all the same")
-    return f"self-check: engine and trainer agree to {max(gap for _, gap in found):.1e} nats a token"
-
-
-def load_models(cfg: Config, world: dist.World) -> tuple[Trainee, Trainee | None, nn.Module | None]:
-    """Policy, critic (PPO only) and reference (only where its coefficient isn't 0), sharded, in fp32."""
-    over = dist.mesh(world, cfg.shard_ranks)
-    place = partial(dist.shard, over=over, dtype=world.dtype, checkpoint=cfg.checkpoint_activations)
-    home = "cpu" if cfg.offload else world.device
-
-    def trainee(name: str, model: nn.Module, lr: float) -> Trainee:
-        # Without `fused` a CPU steps through the parameters one by one.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
-                                      fused=world.device.type == "cpu" or None)
-        return Trainee(name, model, optimizer)
-
-    policy = trainee("policy", load_policy(cfg.model, home, place), cfg.policy_lr)
-    critic = None
+def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
+    """Policy, critic (PPO only) and ref (only with a KL term), sharded, in fp32."""
+    shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype,
+                       checkpoint=cfg.checkpoint_activations)
+    device = "cpu" if cfg.offload else world.device
+    model = load_policy(cfg.model, device, shard_fn)
+    policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
     if cfg.algo == "ppo":
-        critic = trainee("critic", load_critic(cfg.critic_model or cfg.model, home, place, cfg.seed), cfg.critic_lr)
-    ref = load_policy(cfg.model, home, place).requires_grad_(False) if cfg.kl_coef else None
+        model = load_critic(cfg.critic_model or cfg.model, device, shard_fn, cfg.seed)
+        critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
+    if cfg.kl_coef:
+        ref = Role("ref", load_policy(cfg.model, device, shard_fn).requires_grad_(False), None)
     return policy, critic, ref
 
 
-def epoch_ends(run: Run, step: int) -> bool:
-    """Whether a pass over the prompts ends in this step."""
-    n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
-    return (step + 1) * per_step // n > step * per_step // n
+def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
+    """The optimizer of policy and critic. Checkpoints keep all tensors of its state, whatever they are."""
+    fused = next(model.parameters()).device.type == "cpu" or None  # else a CPU steps one parameter at a time
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
+                             fused=fused)
+
+
+def resident(role: Role, world: dist.World, cfg: Config):
+    """Inside, the role's model and optimizer are on the device."""
+    return dist.on_device(role.model, role.optimizer, world.device, cfg.offload)
 
 
 @torch.no_grad()
-def refresh(ref: nn.Module, policy: nn.Module) -> None:
-    """Make the reference what the policy is now; both are sharded alike."""
-    for old, new in zip(ref.parameters(), policy.parameters(), strict=True):
-        old.copy_(new)
-
-
-def resident(who: Trainee, world: dist.World, cfg: Config):
-    """`who` has the device while inside."""
-    return dist.resident(who.model, who.optimizer, world.device, cfg.offload)
+def refresh_ref(run: Run, step: int) -> None:
+    """Copy the policy's weights to the reference if a pass over the prompts ends in this step. Both are
+    sharded alike."""
+    n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
+    if (step + 1) * per_step // n > step * per_step // n:
+        for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
+            old.copy_(new)
 
 
 # --- sampling
 
 
+@dist.phase("rollout")
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample]]:
-    """The step's problems, and this rank's graded samples of them, ordered by (slot, index). What is measured is what the
-    policy did on the batch as it was drawn, whatever then replaces a part of it."""
-    cfg, batch = run.cfg, batch_at(run.problems, step, run.cfg)
-    arrived = [time.perf_counter()]
+    """The step's problems, and this rank's graded samples ordered by (prompt_id, sample_id). Metrics are
+    those of the batch as it was drawn, before any resampling."""
+    cfg, batch, arrivals = run.cfg, batch_at(run.problems, step, run.cfg), [time.perf_counter()]
 
-    def draw(problems: dict[int, Problem], *key: int) -> list[Sample]:
-        with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt) as bar:
-            found = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                            (cfg.seed, TRAIN, step, *key), step, partial(asked, cfg, bar, arrived))
-        return [shape(s, cfg) for s in found]
+    def draw(problems, *key):
+        part = engine_part(problems, run.engine)
+        with run.log.bar("Rollout", len(part) * cfg.samples_per_prompt) as bar:
+            samples = rollout(run.engine, run.grader, part, cfg.samples_per_prompt, cfg.temperature,
+                              cfg.max_response_len, (cfg.seed, TRAIN, step, *key), step,
+                              partial(on_response, cfg, bar, arrivals))
+        return [shape_reward(s, cfg) for s in samples]
 
-    samples = draw(share(batch, run.engine))
-    measure_samples(meter, samples)
-    meter.add("rollout_tail", arrived[-1] - arrived[int(0.9 * len(arrived))], arrived[-1] - arrived[0])
+    samples = draw(dict(enumerate(batch)))
+    measure_samples(meter, samples, REWARD_PARTS)
+    start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
+    meter.add("rollout_tail", end - late, end - start)
     if step == 0:
-        first_look(run, batch, samples)
-    if cfg.resample_rounds and not dist.stop_asked():
+        checks.first_look(cfg, run.tokenizer, batch, samples, run.log.say)
+    if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples, draw)
     return batch, samples
 
 
-def first_look(run: Run, batch: Sequence[Problem], samples: Sequence[Sample]) -> None:
-    """Before anything is trained: three of the first step's prompts as text and tokens, each with a response, and how all were
-    graded. Raises UserError, the same on every rank, where every one scored 0 or most were cut by length, unless --go; all of
-    the step's samples are asked, for a base model may be right one time in twenty."""
-    cfg, say = run.cfg, run.log.say
-    found = dist.gather((Counter(s.reason for s in samples), sum(s.reward != 0 for s in samples),
-                         [s for s in samples if s.index == 0 and s.slot < 3]))
-    if dist.stop_asked():
-        return
-    reasons, scored = sum((c for c, _, _ in found), Counter()), sum(n for _, n, _ in found)
-    for s in sorted((s for _, _, some in found for s in some), key=lambda s: s.slot):
-        text = " ".join(run.tokenizer.decode(list(s.prompt)).split())
-        say(f"\nprompt    {text if len(text) < 400 else f'{text[:200]} … {text[-190:]}'}")
-        say(f"tokens    {' '.join(map(str, s.prompt[:12]))}{' …' * (len(s.prompt) > 12)} ({len(s.prompt)})")
-        say(f"response  {' '.join(s.text.split())[:400] or '(empty)'}")
-        say(f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, and it is {batch[s.slot].answer!r}")
-    total = sum(reasons.values())
-    say(f"\nof the first {total} responses: " + ", ".join(f"{n} {why}" for why, n in reasons.most_common()) + "\n")
-    cut, limit = reasons["truncated"], cfg.max_response_len
-    need(cfg.go or cut <= total / 2, f"{cut} of the first {total} responses were cut at --max_response_len {limit} and score 0",
-         "a larger one, a --template or --stop that lets the model end, or --go to train all the same")
-    why = {"unparsed": "a --template that asks for \\boxed{} inside <answer> tags, or another --reward",
-           "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}.get(
-               reasons.most_common(1)[0][0], "easier --data, or a --model that is right at times")
-    need(cfg.go or scored > 0, f"all of the first {total} responses score 0 ({reasons.most_common(1)[0][0]} mostly)",
-         f"{why}, or --go to train all the same")
+def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
+    """Progress callback. Returns True to abort sampling: a stop was requested, and no tensor-parallel peer
+    depends on this rank."""
+    bar.update()
+    arrivals.append(time.perf_counter())
+    return bool(dist.stop_signal) and cfg.tp == 1
 
 
-def shape(s: Sample, cfg: Config) -> Sample:
-    """A sample with what its length costs it (DAPO, arXiv 2503.14476, eq. 13), or left out of the loss for it."""
-    if not cfg.overlong_buffer and not cfg.mask_truncated:
-        return s
-    penalty = grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer) if cfg.overlong_buffer else 0.0
-    return replace(s, penalty=penalty, trained=s.stopped or not cfg.mask_truncated)
+def overlong(s: Sample, cfg: Config) -> float:
+    """DAPO's penalty for a response near the length limit (arXiv 2503.14476, eq. 13)."""
+    if not cfg.overlong_buffer:
+        return 0.0
+    return grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer)
+
+
+# What training adds to the graded reward, by name. Each is logged as reward/NAME.
+REWARD_PARTS = {"overlong": overlong}
+
+
+def shape_reward(s: Sample, cfg: Config) -> Sample:
+    """The sample with its reward parts. With --mask_truncated, a truncated one does not enter the loss."""
+    parts = {name: part(s, cfg) for name, part in REWARD_PARTS.items()}
+    return replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated)
 
 
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
              draw: Callable[..., list[Sample]]) -> tuple[list[Problem], list[Sample]]:
-    """Put other prompts in the place of those whose samples all score the same and so teach nothing (DAPO's dynamic sampling),
-    for up to --resample_rounds rounds; what is uniform then stays, with advantage 0."""
+    """Replace prompts whose samples all score the same, and so teach nothing, for up to --resample_rounds
+    rounds (DAPO's dynamic sampling). Prompts that are uniform after that stay, with advantage 0."""
     cfg, batch = run.cfg, list(batch)
-    groups = {g[0].slot: g for g in by_prompt(samples)}
     for round in range(1, cfg.resample_rounds + 1):
-        dull = torch.zeros(len(batch), dtype=torch.int64)
-        dull[list(groups)] = 1 - grpo.keep_groups(scores([s for g in groups.values() for s in g], cfg)).long()
-        slots = dist.all_sum(dull).nonzero()[:, 0].tolist()
-        if not slots:
-            return batch, [s for slot in sorted(groups) for s in groups[slot]]
-        spare = spare_at(run.problems, step, round, cfg)
-        for slot in slots:
-            batch[slot] = spare[slot]
-            groups.pop(slot, None)
-        groups |= {g[0].slot: g for g in by_prompt(draw(share({s: batch[s] for s in slots}, run.engine), round))}
-    run.log.alarm(f"step {step}: prompts are still uniform after {cfg.resample_rounds} rounds (--resample_rounds), and "
-                  "train with advantage 0: the data is too easy or too hard")
-    return batch, [s for slot in sorted(groups) for s in groups[slot]]
+        keep = grpo.keep_groups(group_scores(samples, cfg))
+        uniform = torch.zeros(len(batch), dtype=torch.int64)
+        uniform[[s.prompt_id for s in samples[::cfg.samples_per_prompt]]] = 1 - keep.long()
+        replaced = dist.all_sum(uniform).nonzero()[:, 0].tolist()
+        if not replaced:
+            return batch, samples
+        replacements = replacement_batch(run.problems, step, round, cfg)
+        for prompt_id in replaced:
+            batch[prompt_id] = replacements[prompt_id]
+        drawn = draw({prompt_id: batch[prompt_id] for prompt_id in replaced}, round)
+        drawn += [s for s in samples if s.prompt_id not in replaced]
+        samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
+    run.log.alarm(f"step {step}: some prompts are still uniform after {cfg.resample_rounds} rounds "
+                  "(--resample_rounds) and train with advantage 0: the data is too easy or too hard")
+    return batch, samples
 
 
-def asked(cfg: Config, bar: tqdm, arrived: list[float]) -> bool:
-    """Called at each response: whether this rank may leave sampling early, for it was asked to stop and no other waits for its
-    engine's part. Moves the bar and notes the time."""
-    bar.update()
-    arrived.append(time.perf_counter())
-    return bool(dist.ASKED) and cfg.tp == 1
-
-
-def evaluate_all(run: Run, step: int) -> dict[str, float]:
-    """Scores on every held-out set, all ranks sharing the work; raw outputs go to eval/step_NNNNNN.jsonl."""
-    cfg, meter, rows = run.cfg, Meter(), []
-    for which, (name, problems) in enumerate(run.held_out.items()):
-        part = share(problems, run.engine)
-        n = cfg.eval_samples[which % len(cfg.eval_samples)]
-        with run.log.bar(f"Eval {name}", len(part) * n) as bar:
-            samples, scores = evaluate(run.engine, run.grader, part, cfg, step, which, partial(asked, cfg, bar, []))
-        for k, (total, count) in scores.items():
-            meter.add(f"eval/{name}/{k}", total, count)
-        rows += dist.gather_rows([{"set": name} | row_of(s, problems[s.slot]) for s in samples])
+@dist.phase("eval")
+def evaluate(run: Run, step: int) -> dict[str, float]:
+    """Metrics of all held-out sets, or {} where no evaluation is due. Responses go to
+    eval/step_NNNNNN.jsonl."""
+    cfg = run.cfg
+    if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
+        return {}
+    with run.log.bar("Eval", 0) as bar:
+        metrics, rows = evaluate_sets(run.engine, run.grader, run.held_out, cfg, step,
+                                      partial(on_response, cfg, bar, []))
     run.log.rows("eval", step, rows)
-    return meter.reduce(dist.all_sum, dist.all_max)
+    return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
+    """Write the samples of the step's first prompts to samples/step_NNNNNN.jsonl, every --eval_every
+    steps."""
+    if step % (run.cfg.eval_every or 10) == 0:
+        rows = [sample_row(s, batch[s.prompt_id]) for s in samples if s.prompt_id < SAVED_PROMPTS]
+        run.log.rows("samples", step, dist.gather_rows(rows))
 
 
 # --- packs and advantages
 
 
-def scores(samples: Sequence[Sample], cfg: Config) -> Tensor:
-    """(P, n) what each sample of each prompt scored."""
-    return torch.tensor([s.score for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+def group_scores(samples: Sequence[Sample], cfg: Config) -> Tensor:
+    """(P, n) scores of the samples of each prompt."""
+    groups = len(samples) // cfg.samples_per_prompt
+    return torch.tensor([s.score for s in samples], dtype=torch.float64).view(groups, cfg.samples_per_prompt)
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Each sample's advantage over the others of its prompt, which all are on this rank."""
-    advantages = grpo.group_advantages(scores(samples, cfg), cfg.advantage).flatten().tolist()
+    """Each sample with its advantage over the other samples of its prompt. All of them are on this rank."""
+    advantages = grpo.group_advantages(group_scores(samples, cfg), cfg.advantage).flatten().tolist()
     return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
 
 
-def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World, model: nn.Module) -> list[list[Pack]]:
-    """The step's samples as parts (one an update of whoever takes more of them) of packs, equal work on every rank."""
-    keys = [s.slot * cfg.samples_per_prompt + s.index for s in samples]
+def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World, model: nn.Module,
+               meter: Meter) -> Minibatches:
+    """The step's minibatches of packs for this rank: equal work, and equally many packs, on every rank.
+    Measures the tokens, the share of them that is computed, and the training FLOP without recomputation."""
+    keys = [s.prompt_id * cfg.samples_per_prompt + s.sample_id for s in samples]
     lengths = torch.zeros(cfg.samples_per_step, dtype=torch.int64)
     lengths[keys] = torch.tensor([s.length for s in samples], dtype=torch.int64)
-    layers, width = model.config.num_hidden_layers, model.config.hidden_size
-    quad = layers * width / sum(p.numel() for p in model.parameters())  # attention's share: 6·layers·width·L of 6N a token
-    layout = assign(dist.all_sum(lengths).numpy(), world.size, cfg, step, quad)
-    return [[pack(bin).to(world.device) for bin in part] for part in dist.balance(samples, keys, layout)]
+    lengths = dist.all_sum(lengths).numpy()
+    c, params = model.config, sum(p.numel() for p in model.parameters())
+    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
+    layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2))
+    minibatches = [[pack(some).to(world.device) for some in minibatch]
+                   for minibatch in dist.balance(samples, keys, layout)]
+    packs = [p for minibatch in minibatches for p in minibatch if p.responses]
+    unique = sum(len(p.unique) for p in packs)
+    meter.add("tokens", sum(s.length for s in samples), 0)
+    meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
+    # A backward pass costs two forward passes. A critic takes one more forward pass, for its values.
+    passes = 3 + 3 + 1 if cfg.algo == "ppo" else 3
+    meter.add("flops", passes * forward_flops(unique, sum(s.length**2 for s in samples)), 0)
+    return minibatches
 
 
-def each(parts: list[list[Pack]], f: Callable[[Pack], Pack]) -> list[list[Pack]]:
-    """f over every pack."""
-    return [[f(p) for p in part] for part in parts]
+def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
+    """f of every pack."""
+    return [[f(p) for p in minibatch] for minibatch in minibatches]
 
 
 @torch.no_grad()
-def frozen(f: Callable, *args):
-    """f without a graph."""
-    return f(*args)
+def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
+    """Every pack with the role's log-probs as its `field`."""
+    return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
-def estimate_advantages(critic: Trainee, parts: list[list[Pack]], cfg: Config, meter: Meter) -> list[list[Pack]]:
-    """Values, rewards less KL where it goes there, GAE, and advantages whitened over the whole step."""
-    def estimate(p: Pack) -> Pack:
-        v = frozen(values, critic.model, p)
-        rewards = p.rewards
+@torch.no_grad()
+def estimate_advantages(critic: Role, minibatches: Minibatches, cfg: Config,
+                        meter: Meter) -> Minibatches:
+    """Every pack with values, returns and GAE advantages. The advantages are whitened over the step. With
+    --kl_in reward the KL term is subtracted from the rewards first."""
+    def estimate(p):
+        v, rewards = values(critic.model, p), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
-            rewards = rewards - torch.where(p.mask, cfg.kl_coef * ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator), 0)
+            kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
+            rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
-        n, error, r = p.mask.sum(), (returns - v)[p.mask].double(), returns[p.mask].double()
-        meter.add("values", v[p.mask].sum(), n)
-        meter.add("returns", r.sum(), n)
-        meter.add("returns²", (r * r).sum(), n)
-        meter.add("error", error.sum(), n)
-        meter.add("error²", (error * error).sum(), n)
+        for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)):
+            x = x[p.mask].double()
+            meter.add(name, x.sum(), len(x))
+            meter.add(f"{name}²", (x * x).sum(), len(x))  # for the explained variance
         return replace(p, values=v, advantages=advantages, returns=returns)
 
-    return whiten_advantages(each(parts, estimate))
+    return whiten_advantages(each(minibatches, estimate))
 
 
-def whiten_advantages(parts: list[list[Pack]]) -> list[list[Pack]]:
-    """Advantages with mean 0 and deviation 1 over all response tokens of the step, on all ranks."""
-    total = dist.all_sum(sum(ppo.moments(p.advantages, p.mask) for part in parts for p in part))
-    return each(parts, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, total)))
+def whiten_advantages(minibatches: Minibatches) -> Minibatches:
+    """Advantages with mean 0 and standard deviation 1 over all response tokens of the step, on all ranks."""
+    packs = sum(minibatches, [])
+    stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
+    return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
 
 
 # --- updates
 
 
-def updates_of(parts: list[list[Pack]], count: int) -> list[list[Pack]]:
-    """The step's parts joined to `count` updates."""
-    size = len(parts) // count
-    return [[p for part in parts[i * size:(i + 1) * size] for p in part] for i in range(count)]
+def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
+    """The packs of each of `count` updates: neighbouring minibatches joined."""
+    size = len(minibatches) // count
+    return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Response tokens and responses of an update on all ranks: the denominators of its losses."""
-    tokens, responses = dist.all_sum(torch.tensor([sum(int(p.mask.sum()) for p in packs),
-                                                   sum(p.responses for p in packs)])).tolist()
+    """Response tokens and responses of an update over all ranks: the denominators of its losses."""
+    here = torch.tensor([sum(int(p.mask.sum()) for p in packs), sum(p.responses for p in packs)])
+    tokens, responses = dist.all_sum(here).tolist()
     return max(tokens, 1), max(responses, 1)
 
 
-def train_critic(critic: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
-    """The step's critic updates: values towards the returns."""
-    updates = updates_of(parts, cfg.critic_updates)
-    with log.bar("Critic Train epoch [1/1]", sum(map(len, updates))) as bar:
-        for i, packs in enumerate(updates):
-            tokens, _ = counts(packs)
-            lr = cfg.lr("critic", step, i)
-            for p in packs:
-                v = values(critic.model, p)
-                loss = ppo.value_loss(v, p.values, p.returns, p.mask, tokens, cfg.value_clip)
-                loss.backward()
-                meter.add("value_loss", loss * tokens, p.mask.sum())
-                if not bar.disable:
-                    mean = v.sum().item() / max(int(p.mask.sum()), 1)
-                    bar.set_postfix({"critic_loss": f"{loss.item():.4f}", "values": f"{mean:.3f}", "critic_lr": f"{lr:.1e}"})
-                bar.update()
-            update(critic, packs, lr, step, cfg, meter, log)
+# What the progress bars show, in Open-Reasoner-Zero's words: the step's means on this rank so far.
+BARS = {
+    "policy": {"pg": "policy_loss", "ret": "reward", "glen": "response_len", "tlen": "sample_len", "kl": "kl",
+               "act_lr": "lr/policy", "ent": "entropy"},
+    "critic": {"critic_loss": "value_loss", "values": "values", "critic_lr": "lr/critic"},
+}
 
 
-def train_policy(policy: Trainee, parts: list[list[Pack]], step: int, cfg: Config, meter: Meter, log: Logger) -> None:
-    """The step's policy updates."""
-    updates = updates_of(parts, cfg.policy_updates)
-    with log.bar("Actor Train epoch [1/1]", sum(map(len, updates))) as bar:
+def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
+               meter: Meter, log: Logger) -> None:
+    """The step's updates of policy or critic. `pack_loss` is policy_pack_loss or critic_pack_loss."""
+    updates = updates_of(minibatches, getattr(cfg, f"{role.name}_updates"))
+    title = {"policy": "Actor", "critic": "Critic"}[role.name]
+    with log.bar(f"{title} Train epoch [1/1]", sum(map(len, updates))) as bar:
         for i, packs in enumerate(updates):
-            tokens, responses = counts(packs)
-            lr = cfg.lr("policy", step, i)
+            denominators, lr = counts(packs), cfg.lr(role.name, step, i)
+            meter.add(f"lr/{role.name}", lr, 1)
             for p in packs:
-                loss, entropy = policy_pack_loss(policy.model, p, tokens, responses, cfg, meter)
-                loss.backward()
+                pack_loss(role.model, p, *denominators, cfg, meter).backward()
                 if not bar.disable:
-                    n = max(p.responses, 1)
-                    bar.set_postfix({
-                        "pg": f"{loss.item():.4f}", "ret": f"{p.rewards.sum().item() / n:.3f}",
-                        "glen": f"{p.mask.sum().item() / n:.0f}", "tlen": f"{len(p.tokens) / n:.0f}",
-                        "kl": f"{meter.sums.get('kl', torch.zeros(2))[0]:.1e}", "act_lr": f"{lr:.1e}", "ent": f"{entropy:.2f}"})
+                    bar.set_postfix({label: f"{meter.mean(metric):.3g}"
+                                     for label, metric in BARS[role.name].items()})
                 bar.update()
-            update(policy, packs, lr, step, cfg, meter, log)
+            update(role, packs, lr, step, cfg, meter, log)
+
+
+def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
+                     meter: Meter) -> Tensor:
+    """A pack's part of its update's value loss. `tokens`: the update's response tokens over all ranks."""
+    loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
+    meter.add("value_loss", loss * tokens, p.mask.sum())
+    return loss
 
 
 def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
-                     meter: Meter) -> tuple[Tensor, float]:
-    """A pack's share of its update's loss, and its mean entropy; measures the engine's mismatch on the way."""
+                     meter: Meter) -> Tensor:
+    """A pack's part of its update's policy loss. `tokens` and `responses`: the update's, over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = logp.detach() if p.old_logp is None else p.old_logp
-    n = p.mask.sum()
-    weight = measure_gap(old, p, cfg, meter)
+    weight = mismatch_weight(old, p, cfg, meter)
     if cfg.algo == "ppo":
-        loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high, weight)
+        loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
+                                        weight)
     else:
         segment = ppo.segment_ids(p.cu_seqlens)
-        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses, cfg.max_response_len)
-        loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio, cfg.clip_low,
-                                         cfg.clip_high, weight)
+        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
+                                     cfg.max_response_len)
+        loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
+                                         cfg.clip_low, cfg.clip_high, weight)
+    n = p.mask.sum()
+    entropy = entropy.sum()
     meter.add("policy_loss", loss * tokens, n)
     meter.add("clip_share", clipped, n)
-    total_entropy = torch.where(p.mask, entropy, 0).sum()
-    meter.add("entropy", total_entropy, n)
+    meter.add("entropy", entropy, n)
     if p.ref_logp is not None:
-        divergence = torch.where(p.mask, ppo.kl(logp, p.ref_logp, cfg.kl_estimator), 0).sum()
-        meter.add("kl", divergence, n)
+        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()  # outside the mask both are 0
+        meter.add("kl", kl, n)
         if cfg.kl_in == "loss":
-            loss = loss + cfg.kl_coef * divergence / tokens
+            loss = loss + cfg.kl_coef * kl / tokens
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * total_entropy / tokens
-    return loss, total_entropy.item() / max(int(n), 1)
+        loss = loss - cfg.entropy_coef * entropy / tokens
+    return loss
 
 
-def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> Tensor | None:
-    """Measure how far the engine's log-probs are from the trainer's; returns the truncated importance weights (T,) that
-    correct for it, or None where tis_clip is."""
+def mismatch_weight(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> Tensor | None:
+    """Truncated importance weights (T,) that correct for the gap between the engine's log-probs and the
+    trainer's, or None without --tis_clip. The gap is measured in both cases."""
     gap = (logp - p.engine_logp)[p.mask]
     weight = gap.exp() if cfg.tis_clip is None else gap.exp().clamp(max=cfg.tis_clip)
-    meter.spread("logp_gap", gap.abs())
+    meter.add_quantiles("logp_gap", gap.abs())
     meter.add("tis/mean", weight.sum(), len(gap))
-    meter.add("tis²", (weight * weight).sum(), len(gap))
+    meter.add("tis/mean²", (weight * weight).sum(), len(gap))
     return None if cfg.tis_clip is None else torch.zeros_like(logp).masked_scatter(p.mask, weight)
 
 
-def update(who: Trainee, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter, log: Logger) -> None:
-    """One optimizer step on the gradients that are there. Where they aren't finite, the same on all ranks, it is left out and
-    its packs are kept in nonfinite/ for a look. Raises RuntimeError at the third in a row."""
-    norm = dist.clip_grad_norm(who.model, cfg.grad_clip)
+def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
+           log: Logger) -> None:
+    """One optimizer step on the gradients. If they are not finite, the same on all ranks, the step is skipped
+    and the update's packs are saved in nonfinite/. Raises RuntimeError at the third skipped update in a
+    row."""
+    norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
-    who.skipped = 0 if finite else who.skipped + 1
-    for group in who.optimizer.param_groups:
+    role.skipped = 0 if finite else role.skipped + 1
+    for group in role.optimizer.param_groups:
         group["lr"] = lr
     if finite:
-        who.optimizer.step()
+        role.optimizer.step()
     else:
-        kept = log.dump(f"nonfinite/step_{step:06d}_{who.name}", packs)
-        log.alarm(f"the {who.name}'s gradient is not finite; its update is left out, its packs are in {kept}", step)
-    who.optimizer.zero_grad(set_to_none=True)
-    meter.add(f"grad_norm/{who.name}", norm if finite else 0.0, finite)
-    meter.add(f"lr/{who.name}", lr, 1)
+        file = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
+        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, its packs are in {file}",
+                  step)
+    role.optimizer.zero_grad(set_to_none=True)
+    meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", float(not finite), 1)
-    if who.skipped == 3:
-        raise RuntimeError(f"three updates of the {who.name} in a row were not finite; the checkpoints are of before")
+    if role.skipped == 3:
+        raise RuntimeError(f"three updates of the {role.name} in a row were not finite; "
+                           "the checkpoints are older")
 
 
 # --- metrics
 
 
-def measure_samples(meter: Meter, samples: Sequence[Sample]) -> None:
-    """What the step's samples were like, with Open-Reasoner-Zero's diagnostics."""
-    n, lengths = len(samples), [len(s.ids) for s in samples]
-    right = [s.reward > 0 for s in samples]
-    groups = by_prompt(samples)
-    meter.add("reward", sum(s.reward for s in samples), n)
-    meter.add("pass@n", sum(any(s.reward > 0 for s in g) for g in groups), len(groups))
-    meter.add("uniform_groups", sum(len({s.reward for s in g}) == 1 for g in groups), len(groups))
-    meter.add("response_len", sum(lengths), n)
-    meter.add("response_len²", sum(x * x for x in lengths), n)
-    meter.add("response_len/right", sum(x for x, r in zip(lengths, right, strict=True) if r), sum(right))
-    meter.add("response_len/wrong", sum(x for x, r in zip(lengths, right, strict=True) if not r), n - sum(right))
-    meter.add("truncated", sum(not s.stopped for s in samples), n)
-    meter.add("penalty", sum(s.penalty for s in samples), n)
-    meter.add("reflections", sum(reflections(s.text) for s in samples), n)
-    meter.add("repetition", sum(repetition(g[0].text) for g in groups), len(groups))  # of one each: it costs
-    reasons = Counter(s.reason for s in samples)
-    for reason in REASONS:
-        meter.add(f"grade/{reason}", reasons[reason], n)
+def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
+    """Save a checkpoint if one is due, then write the step's metrics and alarms. Returns True if a stop was
+    requested. Raises UserError if engine and trainer disagree. `metrics` are the evaluation's; `start` is
+    when the step began."""
+    cfg, log, ledger = run.cfg, run.log, run.engine.ledger
+    if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
+        with dist.phase("save"):
+            log.alarm(run.saver.save(step + 1))
+    metrics |= step_metrics(meter, run.world, run.engine, start)
+    log.step(step, metrics)
+    if cfg.verbose:
+        log.say(ledger.table())
+    gap = metrics.get("logp_gap/mean", 0.0)
+    require(gap <= cfg.max_logp_gap,
+            f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
+            f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
+            "cache, another temperature, another dtype",
+            "a fix, or a larger --max_logp_gap for a rough dtype")
+    log.alarm(ledger.pending_warning(metrics["mem/residual_gb"]))
+    log.alarm(run.saver.pending_warning())
+    return dist.stop_requested()
 
 
-def measure_work(meter: Meter, samples: Sequence[Sample], parts: list[list[Pack]], model: nn.Module, cfg: Config) -> None:
-    """Tokens that are trained on, how many of them are computed, and the FLOP that it takes: 6N a computed token and what
-    attention takes."""
-    tokens, packs = sum(s.length for s in samples), [p for part in parts for p in part if p.responses]
-    computed = sum(len(p.computed) for p in packs)
-    meter.add("tokens", tokens, 0)
-    meter.add("computed", computed, sum(len(p.tokens) for p in packs))
-    layers, width, size = model.config.num_hidden_layers, model.config.hidden_size, sum(p.numel() for p in model.parameters())
-    passes = (2 if cfg.algo == "ppo" else 1) + (0 if cfg.algo == "grpo" else 1 / 3)  # critic's values: a forward, a third
-    meter.add("flops", passes * (6 * size * computed + 6 * layers * width * sum(s.length**2 for s in samples)), 0)
-
-
-def report(meter: Meter, cfg: Config, world: dist.World, engine: Engine, began: float) -> dict[str, float]:
-    """The step's metrics over all ranks. Names ending in ² are second moments, used here and not shown."""
+def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
+    """The step's metrics over all ranks. Names that end in ² are means of squares, used here and not
+    logged."""
     with dist.phase("report"):
-        peaks = engine.ledger.metrics() | {
-            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
-        if world.device.type == "cuda":
-            peaks["mem/device_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        peaks = engine.ledger.metrics()
+        peaks["mem/host_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
         for name, value in peaks.items():
-            meter.most(name, value)
+            meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
-    if "returns²" in m:
-        spread = m["returns²"] - m["returns"] ** 2
-        m["explained_variance"] = 1 - (m["error²"] - m["error"] ** 2) / spread if spread > 1e-12 else 0.0
-        m.pop("error")
-    m["response_len/std"] = max(m["response_len²"] - m["response_len"] ** 2, 0.0) ** 0.5
-    if m.get("tis²"):
-        m["ess"] = m["tis/mean"] ** 2 / m["tis²"]
-    seconds = time.perf_counter() - began
-    m |= {f"time/{k}": v for k, v in dist.times().items()} | {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
+
+    def variance(name):
+        return max(m[f"{name}²"] - m[name] ** 2, 0.0)
+
+    m["response_len/std"] = variance("response_len") ** 0.5
+    if "returns" in m:
+        of_returns = variance("returns")
+        m["explained_variance"] = 1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
+        del m["value_error"]
+    if m.get("tis/mean²"):
+        m["ess"] = m["tis/mean"] ** 2 / m["tis/mean²"]
+    seconds = time.perf_counter() - start
+    m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
+    m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     m["tflops"] = m.pop("flops") / (seconds * world.size * 1e12)
     peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops if world.device.type == "cuda" else 0
     if peak:
         m["mfu"] = m["tflops"] * 1e12 / peak
-    return {k: v for k, v in m.items() if not k.endswith("²")}
-
-
-def check_gap(metrics: dict[str, float], cfg: Config) -> None:
-    """Stop where engine and trainer disagree on what they sample from: training on it would be on noise."""
-    gap = metrics.get("logp_gap/mean", 0.0)
-    if gap > cfg.max_logp_gap:
-        raise UserError(f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap {cfg.max_logp_gap}); "
-                        "likely causes, in order: weights that didn't arrive, a stale prefix cache, another temperature, "
-                        "another dtype; needed: a fix, or a larger --max_logp_gap for a dtype known to be rough")
+    return {name: value for name, value in m.items() if not name.endswith("²")}
 
 
 if __name__ == "__main__":
     try:
-        main(CONFIG)
-    except UserError as e:
-        sys.exit(f"train.py: {e}" if os.environ.get("RANK", "0") == "0" else 2)
+        with user_errors("train.py"):
+            main(CONFIG)
     except Exception:
-        print(f"rank {os.environ['RANK']} on {os.uname().nodename} failed in phase {dist.NOW[0]}:", file=sys.stderr)
+        print(f"rank {os.environ['RANK']} on {os.uname().nodename} failed in phase {dist.CURRENT.name}:",
+              file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # at once: threads that wait for other ranks must not keep this one, and so all of them, alive
+        os._exit(1)  # now: threads that wait for other ranks must not keep this process alive

@@ -1,11 +1,13 @@
-"""Every recipe learns: each of the family on the tiny task with three seeds, PPO and GRPO also on sums of three digits, where
-the working out is longer than a guess by far, in one table and one plot.
+"""Trains every recipe on the tiny task with three seeds, to show that each learns.
 
     python bench/algorithms.py [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-A job is a run of one rank, forked from this process, which has imported everything; base models are grown where they are
-missing. Results: bench/results/algorithms.json (final held-out accuracy, steps to a mean reward of 0.9, response length at
-both ends, per recipe and seed), algorithms.md and algorithms.png.
+PPO and GRPO also train on sums of three digits, where a worked-out answer is much longer than a guess. Each
+run has one rank, in a process forked from this one, which has imported everything. Missing base models are
+pretrained. Runs that an earlier call has finished are kept.
+
+Results for each recipe and seed: final held-out accuracy, steps to a mean reward of 0.9, response length
+at the first and last step. They go to bench/results/algorithms.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import argparse
 import json
 import multiprocessing as mp
 import os
-import statistics
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
+from statistics import mean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,24 +31,41 @@ import torch
 
 import train
 from configs import PRESETS, Config
-from grpo import RECIPES
 from log import read_metrics
 from tiny import build
 
-HARD = "-3-digits"
+HARD = "-3-digits"  # ending of the names of runs on sums of three digits
+PRESET_OF = {"grpo": "open-r1-7b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b
+NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
+FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
+# What tells the members of the GRPO family apart: fields of their presets.
+RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
+           for name in NAMES}
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """What is compared: PPO, and each recipe of grpo.py with what its paper adds, at the demo's size."""
+    """The compared runs, at the demo's size: PPO, and each recipe of grpo.py as its paper has it."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
-    more = {"dapo": dict(resample_rounds=2, overlong_buffer=16)} | dict.fromkeys(("gspo", "cispo"), dict(policy_updates=2))
-    every = {"ppo": replace(tiny, algo="ppo", critic_updates=4)} | {
-        name: replace(tiny, **fields | more.get(name, {})) for name, fields in RECIPES.items()}
-    return every | {f"{name}{HARD}": every[name] for name in ("ppo", "grpo")}
+    additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16), "gspo": dict(policy_updates=2),
+                 "cispo": dict(policy_updates=2)}
+    found = {"ppo": replace(tiny, algo="ppo", critic_updates=4)}
+    for name, fields in RECIPES.items():
+        found[name] = replace(tiny, **fields, **additions.get(name, {}))
+    return found | {f"{name}{HARD}": found[name] for name in ("ppo", "grpo")}
 
 
-def job(cfg: Config) -> None:
-    """One run, its words to a file."""
+def seeded(cfg: Config, name: str, seed: int, args: argparse.Namespace) -> Config:
+    """A recipe's run with this seed, from the base model of this seed, which is pretrained if missing."""
+    if name.endswith(HARD):
+        base = build(f"{args.base}3-{seed}", seed, digits=3)
+    else:
+        base = build(f"{args.base}-{seed}", seed)
+    return replace(cfg, seed=seed, model=base, data=(f"{base}/train.jsonl",),
+                   eval_data=(f"{base}/eval.jsonl",), out=str(Path(args.out).absolute() / f"{name}-{seed}"))
+
+
+def train_one(cfg: Config) -> None:
+    """One run in a process of its own. Its output goes to log.txt in the run's folder."""
     torch.set_num_threads(1)
     Path(cfg.out).mkdir(parents=True, exist_ok=True)
     with open(f"{cfg.out}/log.txt", "w") as log:
@@ -55,53 +75,64 @@ def job(cfg: Config) -> None:
     os._exit(0)
 
 
+def train_all(waiting: list[Config], jobs: int) -> None:
+    """Trains all runs, `jobs` at a time."""
+    context, began = mp.get_context("fork"), time.monotonic()
+    waiting, running = list(waiting), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            cfg = waiting.pop(0)
+            process = context.Process(target=train_one, args=(cfg,), name=Path(cfg.out).name)
+            process.start()
+            running.append(process)
+        wait([p.sentinel for p in running])
+        for process in [p for p in running if p.exitcode is not None]:
+            running.remove(process)
+            seconds = time.monotonic() - began
+            print(f"{seconds:5.0f} s  {process.name}: exit {process.exitcode}", flush=True)
+
+
 def result(out: Path) -> dict:
-    """What a run came to."""
+    """The figures of a finished run."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     rewards = [r["reward"] for r in steps]
-    smooth = [statistics.mean(rewards[max(0, i - 1):i + 2]) for i in range(len(rewards))]
-    evals = [r["eval/eval/avg@1"] for r in rows if "eval/eval/avg@1" in r]
-    return {"base": evals[0], "accuracy": evals[-1], "steps_to_0.9": next((i for i, r in enumerate(smooth) if r >= 0.9), None),
-            "len_first": steps[0]["response_len"], "len_last": steps[-1]["response_len"], "rewards": rewards,
-            "lengths": [r["response_len"] for r in steps]}
+    lengths = [r["response_len"] for r in steps]
+    smooth = [mean(rewards[max(0, i - 1):i + 2]) for i in range(len(rewards))]
+    accuracy = [r["eval/eval/avg@1"] for r in rows if "eval/eval/avg@1" in r]
+    return {"base": accuracy[0], "accuracy": accuracy[-1],
+            "steps_to_0.9": next((i for i, r in enumerate(smooth) if r >= 0.9), None),
+            "len_first": lengths[0], "len_last": lengths[-1], "rewards": rewards, "lengths": lengths}
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Markdown: mean and spread (largest less smallest) over seeds."""
-    lines = ["| recipe | accuracy, mean (spread) | steps to 0.9 | response length | seeds |", "|---|---|---|---|---|"]
+    """Markdown: means over the seeds; the spread is the largest accuracy minus the smallest."""
+    lines = ["| recipe | accuracy, mean (spread) | steps to 0.9 | response length | seeds |",
+             "|---|---|---|---|---|"]
     for name, runs in results.items():
-        acc = [r["accuracy"] for r in runs]
-        to = ", ".join(str(r["steps_to_0.9"] or "never") for r in runs)
-        first, last = (statistics.mean(r[k] for r in runs) for k in ("len_first", "len_last"))
-        lines.append(f"| {name} | {statistics.mean(acc):.3f} ({max(acc) - min(acc):.3f}) | {to} | {first:.0f} → {last:.0f} "
+        accuracy = [r["accuracy"] for r in runs]
+        spread = max(accuracy) - min(accuracy)
+        steps = ", ".join(str(r["steps_to_0.9"] or "never") for r in runs)
+        first, last = mean(r["len_first"] for r in runs), mean(r["len_last"] for r in runs)
+        lines.append(f"| {name} | {mean(accuracy):.3f} ({spread:.3f}) | {steps} | {first:.0f} → {last:.0f} "
                      f"| {len(runs)} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
-    """Mean reward of the seeds over the steps, a panel a recipe, against PPO in grey; for the longer sums their length too."""
+    """Plots the reward over the steps, one panel a recipe, with PPO's in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = -(-len(results) // 3)
-    figure, axes = plt.subplots(rows, 3, figsize=(11, 2.6 * rows), sharex=True, sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(rows, 3, figsize=(11, 2.6 * rows), sharex=True, sharey=True,
+                                constrained_layout=True)
     for axis, (name, runs) in zip(axes.flat, results.items(), strict=False):
         for r in results.get("ppo", []):
             axis.plot(r["rewards"], color="0.75", lw=1)
-        for i, r in enumerate(runs):
-            axis.plot(r["rewards"], lw=1.2, label=f"seed {i}: {r['accuracy']:.3f}")
-        axis.set_title(name, fontsize=10)
-        axis.legend(fontsize=7, loc="lower right", title="held-out accuracy", title_fontsize=7)
-        axis.grid(alpha=0.3)
-        axis.set_ylim(0.4, 1.01)
-        if name.endswith(HARD):
-            lengths = axis.twinx()
-            for r in runs:
-                lengths.plot(r["lengths"], lw=1, ls=":", color="0.3")
-            lengths.set_ylabel("tokens a response (dotted)", fontsize=8)
+        draw_panel(axis, name, runs)
     for axis in axes.flat[len(results):]:
         axis.axis("off")
     figure.supxlabel("step (256 samples)", fontsize=9)
@@ -109,41 +140,40 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_panel(axis, name: str, runs: list[dict]) -> None:
+    """One recipe: the reward of each seed; on sums of three digits also the response length."""
+    for seed, r in enumerate(runs):
+        axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
+    axis.set_title(name, fontsize=10)
+    axis.legend(fontsize=7, loc="lower right", title="held-out accuracy", title_fontsize=7)
+    axis.grid(alpha=0.3)
+    axis.set_ylim(0.4, 1.01)
+    if name.endswith(HARD):
+        right = axis.twinx()
+        for r in runs:
+            right.plot(r["lengths"], lw=1, ls=":", color="0.3")
+        right.set_ylabel("tokens a response (dotted)", fontsize=8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
+    parser.add_argument("--only", nargs="*", help="names of recipes")
     parser.add_argument("--out", default="runs/algorithms")
-    parser.add_argument("--base", default="runs/tiny-base", help="base models lie in BASE-SEED")
+    parser.add_argument("--base", default="runs/tiny-base", help="base models are the folders BASE-SEED")
     args = parser.parse_args()
-    names = {k: c for k, c in configs(args.steps).items() if not args.only or k in args.only}
-    waiting = []
-    for seed in range(args.seeds):
-        for name, c in names.items():
-            b = build(f"{args.base}-{seed}", seed) if HARD not in name else build(f"{args.base}3-{seed}", seed, digits=3)
-            waiting.append(replace(c, seed=seed, model=b, data=(f"{b}/train.jsonl",), eval_data=(f"{b}/eval.jsonl",),
-                                   out=str(Path(args.out).absolute() / f"{name}-{seed}")))
-    waiting = [c for c in waiting if not (Path(c.out) / "export").exists()]  # what ended before an interruption stays
-    context, began, running = mp.get_context("fork"), time.monotonic(), []
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            cfg = waiting.pop(0)
-            running.append((cfg, context.Process(target=job, args=(cfg,))))
-            running[-1][1].start()
-        time.sleep(1)
-        ended = [(c, p) for c, p in running if p.exitcode is not None]
-        for cfg, process in ended:
-            print(f"{time.monotonic() - began:5.0f} s  {Path(cfg.out).name}: exit {process.exitcode}", flush=True)
-        running = [r for r in running if r not in ended]
-    results = {n: [result(Path(args.out) / f"{n}-{s}") for s in range(args.seeds)]
-               for n in names}
-    to = ROOT / "bench/results"
+    recipes = {k: c for k, c in configs(args.steps).items() if not args.only or k in args.only}
+    seeds = range(args.seeds)
+    runs = [seeded(cfg, name, seed, args) for seed in seeds for name, cfg in recipes.items()]
+    train_all([c for c in runs if not (Path(c.out) / "export").exists()], args.jobs)
+    results = {name: [result(Path(args.out) / f"{name}-{seed}") for seed in seeds] for name in recipes}
+    folder = ROOT / "bench/results"
     facts = {"steps": args.steps, "samples_per_step": 256, "results": results}
-    (to / "algorithms.json").write_text(json.dumps(facts) + "\n")
-    (to / "algorithms.md").write_text(table(results))
-    draw(results, to / "algorithms.png")
+    (folder / "algorithms.json").write_text(json.dumps(facts) + "\n")
+    (folder / "algorithms.md").write_text(table(results))
+    draw(results, folder / "algorithms.png")
     print(table(results))
 
 

@@ -1,10 +1,11 @@
-"""Every bench that this machine allows, one after the other: `make bench`.
+"""Runs every bench that this machine allows, one after the other.
 
-    python bench/all.py [--only train step …] [--list]
+    python bench/all.py [--only train step …] [--list]     # or: make bench
 
-On a CPU the demo's model and two layers of Qwen2.5-0.5B's shape; on a GPU the shapes of 0.5B, 1.5B and 7B (8 of its layers),
-packs of 16,384 tokens, vLLM beside the trainer. Nothing else should run meanwhile. What they print goes to
-bench/results/DEVICE.json, and to DEVICE.md as a table. bench/vs_trl.py needs another project and is started by itself.
+On a CPU: the demo's model, and two layers of Qwen2.5-0.5B's shape. On a GPU: the shapes of 0.5B, 1.5B and 7B
+(8 of its layers), packs of 16,384 tokens, and vLLM beside the trainer. Nothing else should run at the same
+time. All figures go to bench/results/DEVICE.json, and as a table to DEVICE.md. bench/vs_trl.py is not
+included, because it needs another project.
 """
 
 from __future__ import annotations
@@ -20,60 +21,91 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
-Case = tuple[str, list[str], int, int]  # script, its words, ranks, threads a rank
-KEPT = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment", "algo", "ranks",
-        "engine", "samples")
+
+Case = tuple[str, list[str], int, int]  # script, arguments, ranks, threads of each rank
+LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment",
+          "algo", "ranks", "engine", "samples")  # fields of a figure that say what was measured
 
 
 def on_cpu(cores: int) -> list[Case]:
-    """The demo's model on all cores, a rank each."""
+    """What runs on a CPU: the demo's model, with one rank on each core or with one rank of all threads."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
-    engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
-    return [("train.py", ["--size", "tiny"], 1, cores),
-            ("train.py", ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"], 1, cores),
-            ("train.py", ["--size", "0.5b", "--layers", "2", "--pack", "1024", "--packs", "1", "--rounds", "2"], 1, cores),
-            ("step.py", ["tiny-ppo", *data], cores, 1), ("step.py", ["tiny-grpo", *data], cores, 1),
-            *(("rollout.py", ["--model", base, "--engine", e, "--tokens", "128"], 1, cores) for e in engines),
-            ("saving.py", ["--model", base], cores, 1), ("grading.py", [], 1, 1), ("scaling.py", ["--base", base], 1, 1)]
+    head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]
+    layers = ["--size", "0.5b", "--layers", "2", "--pack", "1024", "--packs", "1", "--rounds", "2"]
+    cases: list[Case] = [("train.py", args, 1, cores) for args in (["--size", "tiny"], head, layers)]
+    cases += [("step.py", [preset, *data], cores, 1) for preset in ("tiny-ppo", "tiny-grpo")]
+    for engine in ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]:
+        cases.append(("rollout.py", ["--model", base, "--engine", engine, "--tokens", "128"], 1, cores))
+    cases.append(("saving.py", ["--model", base], cores, 1))
+    cases.append(("grading.py", [], 1, 1))
+    cases.append(("scaling.py", ["--base", base], 1, 1))
+    return cases
 
 
 def on_gpu() -> list[Case]:
-    """One GPU; `runs/shape-0.5b` is made for the engine and the step."""
+    """What runs on one GPU. Makes runs/shape-0.5b, the model of engine and step."""
     from bench.shape import build
 
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
-    shapes = (["--size", "0.5b"], ["--size", "1.5b"], ["--size", "7b", "--layers", "8"])
-    return [*(("train.py", [*s, "--pack", "16384", "--segment", "2048", *more], 1, 1) for s in shapes
-              for more in ([], ["--checkpoint"])),
-            ("rollout.py", ["--model", model, "--engine", "vllm", "--prompts", "64", "--tokens", "512"], 1, 1),
-            ("step.py", ["orz-0.5b-1gpu", "--model", model, "--data", f"{model}/train.jsonl", "--prompts_per_step", "16",
-                         "--samples_per_prompt", "8", "--max_response_len", "512", "--max_model_len", "0"], 1, 1)]
+    cases: list[Case] = []
+    for shape in (["--size", "0.5b"], ["--size", "1.5b"], ["--size", "7b", "--layers", "8"]):
+        args = [*shape, "--pack", "16384", "--segment", "2048"]
+        cases += [("train.py", args, 1, 1), ("train.py", [*args, "--checkpoint"], 1, 1)]
+    cases.append(("rollout.py", ["--model", model, "--engine", "vllm", "--prompts", "64",
+                                 "--tokens", "512"], 1, 1))
+    cases.append(("step.py", ["orz-0.5b-1gpu", "--model", model, "--data", f"{model}/train.jsonl",
+                              "--prompts_per_step", "16", "--samples_per_prompt", "8",
+                              "--max_response_len", "512", "--max_model_len", "0"], 1, 1))
+    return cases
 
 
 def device() -> str:
-    """Its name as a file's: of the GPU, or of the processor with its cores."""
+    """A file name for the device: the GPU's name, or the processor's with its number of cores."""
     import torch
 
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
         models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = f"{(models or ['cpu'])[0]} {os.cpu_count()} cores"
+        name = f"{models[0] if models else 'cpu'} {os.cpu_count()} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, a line a figure: what it is of, and its numbers."""
+    """Markdown: a line a figure, with what was measured and the numbers that are not 0."""
     lines = ["| bench | of | found |", "|---|---|---|"]
     for row in rows:
-        of = ", ".join(f"{k} {row[k]}" if k not in ("phase", "figure") else str(row[k]) for k in KEPT if row.get(k))
-        found = ", ".join(f"{k} {v}" for k, v in row.items()
-                          if k not in KEPT and isinstance(v, int | float) and not isinstance(v, bool) and v)
+        # A float is a measurement, even if its name is a label's: the seconds of the phase "pack".
+        labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
+        numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
+        of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
+        found = ", ".join(f"{k} {v}" for k, v in numbers.items())
         lines.append(f"| {row['bench']} | {of} | {found} |")
     return "\n".join(lines) + "\n"
+
+
+def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
+    """Runs the cases, or with `only_list` prints their commands. Returns the figures and what failed."""
+    from bench.scaling import run_bench
+
+    rows, failures = [], []
+    for script, args, ranks, threads in cases:
+        print(f"bench/{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)
+        if only_list:
+            continue
+        began = time.monotonic()
+        try:
+            figures = run_bench(script, args, ranks, threads)
+        except SystemExit as e:
+            failures.append(str(e))
+            print(e, flush=True)
+        else:
+            rows += figures
+            print(f"  {len(figures)} figures in {time.monotonic() - began:.0f} s", flush=True)
+    return rows, failures
 
 
 def main() -> None:
@@ -83,33 +115,19 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from bench.scaling import lines_of
-
     cases = on_gpu() if torch.cuda.is_available() else on_cpu(os.cpu_count() or 1)
-    rows, failed = [], []
-    for script, words, ranks, threads in cases:
-        if args.only and script.removesuffix(".py") not in args.only:
-            continue
-        print(f"bench/{script} {' '.join(words)}  ({ranks} × {threads} threads)", flush=True)
-        if args.list:
-            continue
-        began = time.monotonic()
-        try:
-            found = lines_of(script, words, ranks, threads)
-        except SystemExit as e:
-            failed.append(str(e))
-            print(e, flush=True)
-            continue
-        rows += found
-        print(f"  {len(found)} figures in {time.monotonic() - began:.0f} s", flush=True)
+    if args.only:
+        cases = [case for case in cases if case[0].removesuffix(".py") in args.only]
+    rows, failures = run_all(cases, args.list)
     if rows:
-        to = HERE / "results" / f"{device()}.json"
-        said = json.loads(to.read_text()) if args.only and to.exists() else {}
-        figures = [r for r in said.get("figures", ()) if r["bench"] not in {x["bench"] for x in rows}] + rows
-        to.write_text(json.dumps({"torch": torch.__version__, "figures": figures}, indent=1) + "\n")
-        to.with_suffix(".md").write_text(table(figures))
-        print(f"{table(figures)}\n{to}")
-    sys.exit("\n".join(failed) or 0)
+        path = HERE / "results" / f"{device()}.json"
+        earlier = json.loads(path.read_text())["figures"] if args.only and path.exists() else []
+        measured = {r["bench"] for r in rows}
+        rows = [r for r in earlier if r["bench"] not in measured] + rows
+        path.write_text(json.dumps({"torch": torch.__version__, "figures": rows}, indent=1) + "\n")
+        path.with_suffix(".md").write_text(table(rows))
+        print(f"{table(rows)}\n{path}")
+    sys.exit("\n".join(failures) or 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The grader: typical answers a second, right ones graded right at any load, a thousand hostile ones.
+"""Measures the grader: typical answers per second, and whether 1,000 hostile answers do any harm.
 
-    python bench/grading.py [--count 4096] [--workers 2]
+    python bench/grading.py [--count 4096] [--workers 2] [--hostile 1000]
 
-Typical: an answer beside its gold one as mathematical data sets write them (integers and decimals, fractions, expressions,
-intervals, sets and tuples, words and units), no two alike, so that none is decided by memory; all are in flight at once.
-What the trainer's process decides itself and what goes to math-verify are counted apart. Hostile: the kinds of the tests, five
-of each. One JSON line a figure; exit status 1 where a right answer is not graded right or a hostile one passes.
+Typical: pairs of answer and gold answer as in mathematical data sets (integers and decimals, fractions,
+expressions, intervals, sets and tuples, words and units). No two pairs are equal, so no grade is remembered.
+All are submitted at once. `math_verify_a_second` counts only the answers that the trainer's process can't
+decide itself. Hostile: the kinds of tests/test_reward.py, five of each.
+
+Prints one JSON line per figure. Exit status 1 if a typical answer gets a wrong grade or a hostile one passes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), str(HERE.parent / "tests")] + [p for p in sys.path if p != str(HERE)]
 
+import reward  # noqa: E402
+from reward import Grader  # noqa: E402
+
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
-    """(answer, gold, whether they are equal), two of three equal."""
+    """`count` tuples (answer, gold, whether they are equal). Two of three are equal."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         a, b, c, k = rng.randint(2, 9999), rng.randint(2, 99), rng.randint(2, 9), len(cases)
@@ -44,8 +49,54 @@ def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
     return cases
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def box(answer: str) -> str:
+    return f"so</think><answer>\\boxed{{{answer}}}</answer>"
+
+
+def descriptors(grader: Grader) -> list[int]:
+    """Numbers of open files of this process and of the server."""
+    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader._process.pid)]
+
+
+def bench_typical(grader: Grader, count: int, workers: int) -> bool:
+    """Print the speed on typical answers; whether all grades are right."""
+    cases = typical(count)
+    to_workers = sum(reward._quick(answer, gold, "math") is None for answer, gold, _ in cases)
+    start = time.perf_counter()
+    for i, (answer, gold, _) in enumerate(cases):
+        grader.submit(i, box(answer), gold, True)
+    grades = grader.results()
+    seconds = time.perf_counter() - start
+    wrong = [(answer, gold, grades[i].reason) for i, (answer, gold, same) in enumerate(cases)
+             if grades[i].reason != ("correct" if same else "wrong")]
+    print(json.dumps({
+        "bench": "grading", "figure": "typical", "answers": count, "workers": workers,
+        "a_second": round(count / seconds), "math_verify_a_second": round(to_workers / seconds),
+        "share_for_math_verify": round(to_workers / count, 2), "graded_otherwise": len(wrong),
+        "examples": wrong[:5]}), flush=True)
+    return not wrong
+
+
+def bench_hostile(grader: Grader, count: int) -> bool:
+    """Print what became of hostile answers; whether none passed and the grader still works."""
+    from test_reward import hostile
+
+    before = descriptors(grader)
+    texts = [f"{text}{'+' * (k > 0)}{k or ''}" for k in range(5) for text in hostile()][:count]
+    start = time.perf_counter()
+    for i, answer in enumerate(texts):
+        grader.submit(("hostile", i), box(answer), "7+x", True)
+    reasons = [grade.reason for grade in grader.results().values()]
+    after = descriptors(grader)
+    harmless = {reason: reasons.count(reason) for reason in ("timeout", "unparsed", "wrong")}
+    passed = len(reasons) - sum(harmless.values())
+    grader.submit("after", box("x+7"), "7+x", True)
+    works = grader.results()["after"].reason == "correct"
+    print(json.dumps({
+        "bench": "grading", "figure": "hostile", "answers": len(texts),
+        "seconds": round(time.perf_counter() - start, 1), "passed": passed, "grades_on": works, **harmless,
+        "descriptors_before": before, "descriptors_after": after}), flush=True)
+    return works and not passed
 
 
 def main() -> None:
@@ -54,49 +105,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--hostile", type=int, default=1000)
     args = parser.parse_args()
-    from test_reward import hostile
-
-    import reward
-    from reward import Grader
-
-    def box(answer: str) -> str:
-        return f"so</think><answer>\\boxed{{{answer}}}</answer>"
-
-    bad = 0
     with Grader(args.workers) as grader:
         grader.submit("warm", box(r"\frac{1}{2}x"), r"\frac{x}{2}", True)
         grader.results()
-        cases = typical(args.count)
-        asked = [reward._quick(a, g, "math") is None for a, g, _ in cases]
-        begin = time.perf_counter()
-        for i, (answer, gold, _) in enumerate(cases):
-            grader.submit(i, box(answer), gold, True)
-        grades = grader.results()
-        seconds = time.perf_counter() - begin
-        wrong = [(a, g, grades[i].reason) for i, (a, g, same) in enumerate(cases)
-                 if grades[i].reason != ("correct" if same else "wrong")]
-        bad += len(wrong)
-        print(json.dumps({"bench": "grading", "figure": "typical", "answers": args.count, "workers": args.workers,
-                          "a_second": round(args.count / seconds), "math_verify_a_second": round(sum(asked) / seconds),
-                          "share_for_math_verify": round(sum(asked) / args.count, 2), "graded_otherwise": len(wrong),
-                          "examples": wrong[:5]}), flush=True)
+        ok = bench_typical(grader, args.count, args.workers)
         if args.hostile:
-            before = descriptors(os.getpid()), descriptors(grader._server.process.pid)
-            texts = [(f"{h}{'+' * (k > 0)}{k or ''}") for k in range(5) for h in hostile()][:args.hostile]
-            begin = time.perf_counter()
-            for i, answer in enumerate(texts):
-                grader.submit(("hostile", i), box(answer), "7+x", True)
-            found = [g.reason for g in grader.results().values()]
-            after = descriptors(os.getpid()), descriptors(grader._server.process.pid)
-            passed = sum(r not in ("timeout", "unparsed", "wrong") for r in found)
-            grader.submit("after", box("x+7"), "7+x", True)
-            alive = grader.results()["after"].reason == "correct"
-            bad += passed + (not alive)
-            print(json.dumps({"bench": "grading", "figure": "hostile", "answers": len(texts),
-                              "seconds": round(time.perf_counter() - begin, 1), "passed": passed, "grades_on": alive,
-                              **{r: found.count(r) for r in ("timeout", "unparsed", "wrong")},
-                              "descriptors_before": before, "descriptors_after": after}), flush=True)
-    sys.exit(bad > 0)
+            ok = bench_hostile(grader, args.hostile) and ok
+    sys.exit(not ok)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What loading a model takes of the host: each rank must read its own slices, not the model.
+"""How much host memory loading a model takes: each rank must read its own slices, not the whole model.
 
-    python bench/loading.py [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters, 2 GB of disk
+    python bench/loading.py [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters
 
-A policy as train.py loads it: built without memory, sharded, then filled from the safetensors files. For each rank the peak of
-its memory while it loads, above what it had before, by its share (fp32) and by the bound 1.3 × share + one layer. Anonymous
-memory is what it allocated; pages of the mapped files, which the kernel takes back at will, are counted apart. JSON lines.
+Loads a policy as train.py does: built without memory, sharded, then filled from the safetensors files (2 GB
+of disk). For each rank: the peak of its memory while it loads minus the memory before, divided by its share
+of the fp32 weights, and against the bound 1.3 × share + one layer. Anonymous memory is what the rank
+allocated. Pages of the mapped files, which the kernel may take back, are counted apart. One JSON line a rank.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
 
 
 def memory() -> dict[str, float]:
-    """This process's resident memory in GiB: anonymous, of files."""
+    """This process's resident memory in GiB: anonymous, and pages of files."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return {"anonymous": int(lines["RssAnon"].split()[0]) / 2**20, "files": int(lines["RssFile"].split()[0]) / 2**20}
+    kib = {"anonymous": lines["RssAnon"], "files": lines["RssFile"]}
+    return {kind: int(text.split()[0]) / 2**20 for kind, text in kib.items()}
 
 
 def load(folder: str) -> None:
-    """In each rank: load, watch, print."""
+    """In each rank: load the policy, watch the memory, print the JSON line."""
     import dist
     from model import load_policy
     from plan import read_shape
@@ -51,12 +53,12 @@ def load(folder: str) -> None:
     done.set()
     shape, count = read_shape(folder), sum(p.numel() for p in policy.parameters())
     share, layer = 4 * count / world.size / 2**30, 4 * shape.layer / 2**30
-    used = peak["anonymous"] - before["anonymous"]
-    print(json.dumps({"bench": "loading", "rank": world.rank, "ranks": world.size, "parameters": count,
-                      "seconds": round(seconds, 1), "share_gib": round(share, 3), "peak_gib": round(used, 3),
-                      "by_share": round(used / share, 3), "bound_gib": round(1.3 * share + layer, 3),
-                      "within": used <= 1.3 * share + layer,
-                      "file_pages_gib": round(peak["files"] - before["files"], 3)}), flush=True)
+    used, bound = peak["anonymous"] - before["anonymous"], 1.3 * share + layer
+    print(json.dumps({
+        "bench": "loading", "rank": world.rank, "ranks": world.size, "parameters": count,
+        "seconds": round(seconds, 1), "share_gib": round(share, 3), "peak_gib": round(used, 3),
+        "by_share": round(used / share, 3), "bound_gib": round(bound, 3), "within": used <= bound,
+        "file_pages_gib": round(peak["files"] - before["files"], 3)}), flush=True)
     dist.gather(None)
 
 
@@ -73,9 +75,9 @@ def main() -> None:
         from bench.shape import build
 
         build(args.folder, args.size, layers=args.layers)
-    sys.exit(subprocess.call([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                              str(args.ranks), __file__, "--folder", args.folder],
-                             env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(args.ranks), __file__, "--folder", args.folder]
+    sys.exit(subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
 
 
 if __name__ == "__main__":

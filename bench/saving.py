@@ -1,10 +1,13 @@
-"""What checkpoints cost a run: five steps of the demo with a save before them against five without, alternating in one run.
+"""What checkpoints cost a run: blocks of five steps of the demo with a save against blocks without one, in
+one run.
 
-    torchrun --standalone --nproc-per-node 2 bench/saving.py --model runs/tiny-base-0 [--pairs 20] [--out runs/saving]
+    torchrun --standalone --nproc-per-node 2 bench/saving.py --model runs/tiny-base-0 [--pairs 20] [--out
+    runs/saving]
 
-Training waits for the copy to host memory (`waits`); the write goes on beside the steps, and what it takes from them shows in
-the difference of the two kinds of block: `difference_share` is the mean of its middle four fifths. One JSON line.
-"""
+The training waits for the copy to host memory (`waits_s`). The files are written beside the steps; what that
+takes from them is the difference between the two kinds of block, as a share of a block without a save:
+`difference_share` is the mean of the middle four fifths. `cpu_share` is the same for CPU time of this rank,
+which other programs on the machine change less. Prints one JSON line. """
 
 from __future__ import annotations
 
@@ -21,6 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 BLOCK = 5  # steps between saves
 
 
+def middle(values: list[float]) -> list[float]:
+    """The middle four fifths: the tails hold the pauses of a shared machine."""
+    cut = len(values) // 10
+    return sorted(values)[cut:len(values) - cut]
+
+
+def differences(blocks: dict[bool, list[float]]) -> list[float]:
+    """Of each pair: block with a save - block without, as a share of the median block without."""
+    usual = statistics.median(blocks[False])
+    return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="runs/tiny-base-0")
@@ -32,28 +47,31 @@ def main() -> None:
     import train
     from configs import PRESETS
 
-    still = 1e-30  # a learning rate that moves no weight: every block does the same work
-    cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(), out=args.out,
-                  lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still, critic_lr=still)
+    still = 1e-30  # a learning rate that moves no weight, so that every block does the same work
+    cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
+                  out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
+                  critic_lr=still)
     if not dist.init().rank:
         shutil.rmtree(args.out, ignore_errors=True)
     dist.gather(None)
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
+    cpu: dict[bool, list[float]] = {False: [], True: []}
     run.start = 1  # the first step prints samples
-    for block in range(-2, 2 * args.pairs):  # the first two warm up
-        saves, began = block % 4 in (1, 2), time.perf_counter()  # without, with, with, without: a drift cancels
+    for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
+        saves = block % 4 in (1, 2)  # without, with, with, without: a drift of the machine's speed cancels
+        began, cpu_began = time.perf_counter(), time.process_time()
         if saves:
-            said = run.saver.save(1000 + block)
-            assert not said, said
+            warning = run.saver.save(1000 + block)
+            assert not warning, warning
             waits.append(time.perf_counter() - began)
         train.train(run)
         if block >= 0:
             seconds[saves].append(time.perf_counter() - began)
+            cpu[saves].append(time.process_time() - cpu_began)
     run.saver.finish()
-    usual = statistics.median(seconds[False])
-    differences = sorted((a - b) / usual for a, b in zip(seconds[True], seconds[False], strict=True))
-    kept = differences[len(differences) // 10:-(-9 * len(differences) // 10)]  # a shared machine's pauses are in the tails
+    usual, found = statistics.median(seconds[False]), differences(seconds)
+    kept, kept_cpu = middle(found), middle(differences(cpu))
     if run.world.main:
         print(json.dumps({
             "bench": "saving", "preset": args.preset, "ranks": run.world.size, "pairs": args.pairs,
@@ -61,10 +79,12 @@ def main() -> None:
             "block_s_with": round(statistics.median(seconds[True]), 3),
             "waits_s": round(statistics.median(waits), 4),
             "waits_share": round(statistics.median(waits) / usual, 4),
-            "difference_share_median": round(statistics.median(differences), 4),
-            "difference_share_mean": round(statistics.mean(differences), 4),
+            "difference_share_median": round(statistics.median(found), 4),
+            "difference_share_mean": round(statistics.mean(found), 4),
             "difference_share": round(statistics.mean(kept), 4),
-            "difference_stderr": round(statistics.stdev(kept) / len(kept) ** 0.5, 4)}))
+            "difference_stderr": round(statistics.stdev(kept) / len(kept) ** 0.5, 4),
+            "cpu_share": round(statistics.mean(kept_cpu), 4),
+            "cpu_stderr": round(statistics.stdev(kept_cpu) / len(kept_cpu) ** 0.5, 4)}))
     run.grader.close()
     run.log.close()
 

@@ -1,8 +1,9 @@
-"""A model folder of a real shape with random weights, and sums to sample, for machines that the network doesn't reach.
+"""Writes a model folder with a real model's shape and random weights, for machines without network.
 
     python bench/shape.py OUT [--size 0.5b]
 
-The tokenizer is the demo's, of bytes; the vocabulary is the shape's own, so most of what such a model says has no text.
+The folder also has sums to train on (train.jsonl). The tokenizer is the demo's, which knows bytes only. The
+vocabulary has the shape's own size, so most tokens that such a model samples have no text.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """The Hugging Face config of a shape that plan.py knows, with fewer layers or another vocabulary if asked for."""
+    """The Hugging Face config of one of plan.py's shapes. `layers`, `vocab`: 0 keeps the shape's own."""
     from transformers import Qwen2Config
 
     from plan import KNOWN
 
     s = KNOWN[size]
-    return Qwen2Config(hidden_size=s.hidden, num_hidden_layers=layers or s.layers, num_attention_heads=s.heads,
-                       num_key_value_heads=s.kv_heads, intermediate_size=s.inner, vocab_size=vocab or s.vocab,
-                       max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
+    return Qwen2Config(
+        hidden_size=s.hidden, num_hidden_layers=layers or s.layers, num_attention_heads=s.heads,
+        num_key_value_heads=s.kv_heads, intermediate_size=s.inner, vocab_size=vocab or s.vocab,
+        max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0) -> str:
-    """Write the folder: bf16 weights drawn from N(0, 0.02²), and train.jsonl. Returns its path."""
+    """Writes the folder: weights in bf16, drawn from N(0, 0.02²), and train.jsonl. Returns its path."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -39,10 +41,10 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0) -> str:
     torch.manual_seed(seed)
     config = config_of(size, layers)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model = Qwen2ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(path)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 42) for b in range(10, 42)]
+    numbers = range(10, 42)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
     (path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return str(path)
 

@@ -1,32 +1,62 @@
-"""Whole steps of training: seconds a phase, samples and tokens a second, share of the device's arithmetic, memory.
+"""Measures whole steps of training: seconds of each phase, samples and tokens a second, MFU, memory.
 
-    python bench/step.py tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl [any flag of train.py]
+    python bench/step.py tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
     torchrun --standalone --nproc-per-node 2 bench/step.py tiny-ppo …
 
-Runs train.py's loop (12 steps without evaluation and saves, unless flags say otherwise) and reads its metrics. Medians over
-the steps after the first three; `mfu` is of the FLOP that a matrix product reaches here. One JSON line a figure.
+Runs the loop of train.py and takes all its flags. By default: 12 steps, no evaluation, no saves. Figures are
+medians over the steps after the third, from the run's metrics. `mfu` is the share of the FLOP a second that
+a matrix product reaches on this device. Prints one JSON line a figure.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
 
+from configs import Config, parse, require, user_errors
+
+WARMUP = 3  # steps that are not measured
+PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample or run the models
+
+
+def phases_of(row: dict) -> dict[str, float]:
+    """Seconds of each phase of a step."""
+    return {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and k != "time/step"}
+
+
+def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
+    """All figures: name -> its values. `rows`: metrics of the measured steps; `peak`: FLOP a second."""
+    samples = cfg.samples_per_step
+
+    def middle(name: str) -> float:
+        return median(r.get(name, 0.0) for r in rows)
+
+    phases = {name: middle(f"time/{name}") for name in phases_of(rows[-1])}
+    in_phases = [sum(phases_of(r).values()) / r["time/step"] for r in rows]
+    other = [1 - sum(r.get(f"time/{name}", 0.0) for name in PASSES) / r["time/step"] for r in rows]
+    sampled = [r["response_len"] * samples / r["time/rollout"] for r in rows]
+    return {
+        "step_s": {"value": middle("time/step"), **phases},
+        "share_of_step_in_phases": {"value": median(in_phases), "least": min(in_phases)},
+        "not_sampling_nor_passes": {"value": median(other)},
+        "samples_per_s": {"value": samples / middle("time/step")},
+        "tokens_per_s_a_rank": {"value": middle("tokens_per_s") / ranks},
+        "sampled_tokens_per_s": {"value": median(sampled)},
+        "mfu": {"value": middle("tflops") * 1e12 / peak, "peak_tflops": peak / 1e12},
+        "memory_gb_a_rank": {"host": middle("mem/host_peak_gb"), "device_awake": middle("mem/awake_gb")},
+    }
+
 
 def main() -> None:
-    from configs import UserError, parse
-
-    try:
-        cfg = parse([*sys.argv[1:2], "--eval_every", "0", "--save_every", "0", "--steps", "12", *sys.argv[2:]], "step.py")
-    except UserError as e:
-        sys.exit(f"step.py: {e}")
+    defaults = ["--eval_every", "0", "--save_every", "0", "--steps", "12"]
+    cfg = parse([*sys.argv[1:2], *defaults, *sys.argv[2:]], "step.py")
     import dist
     import train
     from bench.limits import device_name, matmul_flops
@@ -34,43 +64,24 @@ def main() -> None:
 
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     peak = matmul_flops(world.device, world.dtype)
-    with tempfile.TemporaryDirectory() as out:
-        out = dist.gather(out)[0]  # rank 0's
-        cfg = replace(cfg, out=f"{out}/run", go=True)
-        run = train.prepare(cfg)
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = dist.gather(own_folder)[0]  # all ranks use rank 0's
+        run = train.prepare(replace(cfg, out=f"{folder}/run", go=True))
         train.train(run)
         run.grader.close()
         run.log.close()
-        rows = [r for r in read_metrics(Path(cfg.out)) if "reward" in r][3:]
-        dist.gather(None)
+        rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
+        dist.gather(None)  # the folder stays until all ranks have read it
     if not world.main:
         return
-    if not rows:
-        sys.exit("step.py: no steps after the first three; needed: --steps 4 or more")
-
-    def median(key: str) -> float:
-        return statistics.median(r.get(key, 0.0) for r in rows)
-
-    step, samples = median("time/step"), cfg.samples_per_step
-    phases = {k.removeprefix("time/"): median(k) for k in rows[-1] if k.startswith("time/") and k != "time/step"}
-    told = [sum(v for k, v in r.items() if k.startswith("time/") and k != "time/step") / r["time/step"] for r in rows]
-    what = {"bench": "step", "device": device_name(world.device), "ranks": world.size, "algo": cfg.algo,
-            "model": Path(cfg.model).name, "samples": samples, "pack_len": cfg.pack_len}
-
-    def say(figure: str, **values: float) -> None:
-        print(json.dumps(what | {"figure": figure} | {k: float(f"{v:.4g}") for k, v in values.items()}), flush=True)
-
-    say("step_s", value=step, **phases)
-    say("share_of_step_in_phases", value=statistics.median(told), least=min(told))
-    say("not_sampling_nor_passes", value=statistics.median(
-        1 - sum(r.get(f"time/{k}", 0.0) for k in ("rollout", "eval", "ref", "old_logp", "critic", "policy")) / r["time/step"]
-        for r in rows))
-    say("samples_per_s", value=samples / step)
-    say("tokens_per_s_a_rank", value=median("tokens_per_s") / world.size)
-    say("sampled_tokens_per_s", value=statistics.median(r["response_len"] * samples / r["time/rollout"] for r in rows))
-    say("mfu", value=median("tflops") * 1e12 / peak, peak_tflops=peak / 1e12)
-    say("memory_gb_a_rank", host=median("mem/host_peak_gb"), device=median("mem/device_peak_gb"))
+    require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")
+    facts = {"bench": "step", "device": device_name(world.device), "ranks": world.size, "algo": cfg.algo,
+             "model": Path(cfg.model).name, "samples": cfg.samples_per_step, "pack_len": cfg.pack_len}
+    for name, values in figures(rows, cfg, world.size, peak).items():
+        rounded = {k: float(f"{v:.4g}") for k, v in values.items()}
+        print(json.dumps(facts | {"figure": name} | rounded), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors("step.py"):
+        main()

@@ -1,15 +1,29 @@
-"""The same GRPO job in torz and in TRL: samples a second, memory and what is learned, pair by pair in one run.
+"""Runs the same GRPO job in torz and in TRL, and compares samples a second, memory and reward.
 
     python bench/vs_trl.py [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
-Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at most 64 tokens,
-temperature 1, one update a step, the same learning rate, no KL term. `sums`: the demo's base model, right or wrong, which ends
-after some 20 tokens; `digits`: random weights of the same shape, the share of digits, which goes on for 37. TRL runs twice: as
-it comes (bf16, activations recomputed), and tuned (`trl_tuned`: neither, which is its fastest on a CPU). Both are one process
-with threads on all cores (--ranks, --trl_ranks). All three run at once and take four steps in turns, each waiting while another
-works, so that a slow spell of the machine is all of theirs; a pair is such a run with one seed. A side's figure is the median
-second of its steps after the first turn; its memory the peak of its processes, what they share counted once. One JSON line a
-side; the last one, and bench/results/vs_trl-TASK.json, has the ratios.
+Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at
+most 64 tokens, temperature 1, one update a step, the same learning rate, no KL term. Tasks:
+    sums    the demo's base model; a response is right or wrong, and ends after about 20 tokens
+    digits  random weights of the same shape; the reward is the share of digits; about 37 tokens a response
+
+There are three sides. `torz`. `trl`: TRL with its defaults (bf16, activations recomputed). `trl_tuned`: TRL
+without these two, which is its fastest on a CPU. Each is one process with threads on all cores (--ranks,
+--trl_ranks). All three run at the same time and take turns of four steps, while the others wait. So a slow
+spell of the machine slows all of them. A pair is such a run with one seed. A side's time is the median of its
+steps after the first turn.
+
+Memory is the peak of what a side's processes hold that is no file: anonymous and shared memory. It is read at
+the end, while the side waits, so it takes no time from a step. For each process it is what it holds now
+(Pss_Anon and Pss_Shmem of /proc/PID/smaps_rollup, where a page that n processes share counts 1/n), plus what
+it held more at its peak (VmHWM - VmRSS of /proc/PID/status). File-backed pages are left out on all sides.
+They are mostly libraries, and the kernel counts them by which other processes map the same files: sides in
+one environment share them, and sides in two environments do not.
+
+torz and trl_tuned get the settings of glibc's allocator that the Makefile exports and README names: a
+process keeps the memory that it frees. trl gets none, because it runs as it comes.
+
+Prints one JSON line a side. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
 """
 
 from __future__ import annotations
@@ -18,22 +32,26 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 SIDES = ("torz", "trl", "trl_tuned")
-SAYS, TURN = "vs_trl: ", 4
+MARK = "vs_trl: "  # starts the lines in which a side reports a step
+TURN = 4  # steps
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
+          "MALLOC_MMAP_THRESHOLD_": "33554432"}
 REWARD = '''
 def exact(response, answer, kind):
-    """1 where the text ends with the boxed answer inside its tags."""
+    """1 if the response ends with the boxed answer inside its tags, else 0."""
     return float(response.replace("</answer>", "").rstrip().endswith("<answer>\\\\boxed{" + answer + "}"))
 
 def digits(response, answer, kind):
@@ -42,147 +60,229 @@ def digits(response, answer, kind):
 '''
 
 
+# --- a side, in its own process
+
+
 class Turns:
-    """What a side does between its steps: tell what the last one took and, after TURN of them, wait for its next turn."""
+    """A side calls `step` after each step. It reports the step; after TURN steps it waits for its turn."""
 
     def __init__(self) -> None:
-        self.began, self.done = 0.0, 0
+        self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
-        self.done += 1
+        self.steps += 1
         if os.environ.get("RANK", "0") == "0":
-            print(SAYS + json.dumps({"seconds": time.monotonic() - self.began, "reward": reward}), flush=True)
-            if self.done % TURN == 0:
+            row = {"seconds": time.monotonic() - self.start, "reward": reward}
+            print(MARK + json.dumps(row), flush=True)
+            if self.steps % TURN == 0:
                 sys.stdin.readline()
-        self.began = time.monotonic()
+        self.start = time.monotonic()
 
 
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """One run of train.py's loop."""
+    """The job in torz."""
     import log
     import train
     from configs import PRESETS
 
-    turns, step = Turns(), log.Logger.step
+    turns, log_step = Turns(), log.Logger.step
 
-    def noted(self: log.Logger, number: int, metrics: dict) -> None:
-        step(self, number, metrics)
+    def step(self: log.Logger, number: int, metrics: dict) -> None:
+        log_step(self, number, metrics)
         turns.step(metrics["reward"])
 
-    log.Logger.step = noted
-    cfg = replace(PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), reward=f"{out}/reward.py:{reward}", go=True,
-                  seed=seed, dtype=dtype,
-                  prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=8192, stop=(),
-                  steps=steps, policy_lr=LR, betas=BETAS, lr_decay="constant", warmup_updates=0, weight_decay=0.0, eval_every=0,
-                  save_every=0, out=f"{out}/run")
-    train.main(cfg)
+    log.Logger.step = step
+    train.main(
+        replace(
+            PRESETS["tiny-grpo"],
+            model=base,
+            data=(f"{base}/train.jsonl",),
+            reward=f"{out}/reward.py:{reward}",
+            go=True,
+            seed=seed,
+            dtype=dtype,
+            prompts_per_step=PROMPTS,
+            samples_per_prompt=SAMPLES,
+            max_response_len=TOKENS,
+            pack_len=8192,
+            stop=(),
+            steps=steps,
+            policy_lr=LR,
+            betas=BETAS,
+            lr_decay="constant",
+            warmup_updates=0,
+            weight_decay=0.0,
+            eval_every=0,
+            save_every=0,
+            out=f"{out}/run",
+        )
+    )
+
+
+def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
+    """The task's reward as TRL calls it. Appends the mean of each call to `means`."""
+    functions: dict = {}
+    exec(REWARD, functions)
+
+    def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_) -> list[float]:
+        scores = []
+        for text, gold, ids in zip(completions, answer, completion_ids, strict=True):
+            ended = ids[-1] == tokenizer.eos_token_id  # a response that is cut scores 0, as in torz
+            scores.append(functions[reward](text, gold, "") * ended)
+        means.append(mean(scores))
+        return scores
+
+    return score
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """The same with TRL's trainer; `tuned`: not as it comes, but as it is fastest on these cores."""
+    """The job in TRL. `tuned`: with the settings that are its fastest on a CPU, not its defaults."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    space: dict = {}
-    exec(REWARD, space)
-    rows = [json.loads(line) for line in open(f"{base}/train.jsonl")]
-    data = Dataset.from_list([{"prompt": r["prompt"] + "<think>", "answer": r["answer"]} for r in rows])
-    turns = Turns()
-
-    def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
-        scores = [space[reward](c, a, "") * (ids[-1] == tokenizer.eos_token_id)  # cut by length: 0, as in torz
-                  for c, a, ids in zip(completions, answer, completion_ids, strict=True)]
-        means.append(statistics.mean(scores))
-        return scores
-
-    means: list[float] = []
+    turns, means = Turns(), []
 
     class Clock(TrainerCallback):
-        def on_step_end(self, *_: object, **__: object) -> None:
+        def on_step_end(self, *_, **__) -> None:
             turns.step(means[-1])
 
+    rows = [json.loads(line) for line in open(f"{base}/train.jsonl")]
+    data = Dataset.from_list([{"prompt": r["prompt"] + "<think>", "answer": r["answer"]} for r in rows])
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    fastest = {"bf16": False, "gradient_checkpointing": False} if tuned else {}
     config = GRPOConfig(
-        output_dir=f"{out}/trl", per_device_train_batch_size=PROMPTS * SAMPLES // world, num_generations=SAMPLES,
-        max_completion_length=TOKENS, learning_rate=LR, adam_beta1=BETAS[0], adam_beta2=BETAS[1], lr_scheduler_type="constant",
-        weight_decay=0.0, max_grad_norm=1.0, beta=0.0, loss_type="dapo", epsilon=0.2, temperature=1.0, num_iterations=1,
-        max_steps=steps, use_cpu=True, save_strategy="no", report_to=[],
-        logging_strategy="no", disable_tqdm=True, seed=seed,
-        **({"bf16": False, "gradient_checkpointing": False} if tuned else {}))
+        output_dir=f"{out}/trl", per_device_train_batch_size=PROMPTS * SAMPLES // world,
+        num_generations=SAMPLES, max_completion_length=TOKENS, learning_rate=LR, adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1], lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=0.0,
+        loss_type="dapo", epsilon=0.2, temperature=1.0, num_iterations=1, max_steps=steps, use_cpu=True,
+        save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, seed=seed, **fastest)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-    GRPOTrainer(model, score, config, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
+    GRPOTrainer(model, trl_reward(reward, tokenizer, means), config, train_dataset=data,
+                processing_class=tokenizer, callbacks=[Clock()]).train()
 
 
-def memory_mb(group: int) -> float:
-    """Peak memory of a session's processes in MB: their own, what they share, and the files of the one that maps most."""
-    own, files = 0, [0]
+# --- memory
+
+
+def processes_of(leader: int) -> set[int]:
+    """The process `leader`, all processes of its session, and all that these started."""
+    parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getsid(int(entry.name)) == group or _started_by(int(entry.name), group):
-                text = (entry / "status").read_text() + (entry / "smaps_rollup").read_text()
-                kb = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in text.splitlines())
-                      if name in ("VmHWM", "VmRSS", "RssFile", "Pss_Anon", "Pss_Shmem")}
-                own += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
-                files.append(kb["RssFile"])
-        except (OSError, KeyError):  # it has ended
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
             continue
-    return (own + max(files)) / 1000
+        pid = int(entry.name)
+        parents[pid] = int(fields[1])
+        if leader in (pid, int(fields[3])):
+            found.add(pid)
+    before = 0
+    while len(found) > before:
+        before = len(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return found
 
 
-def _started_by(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if pid == ancestor:
-            return True
-    return False
+def memory_mb(leader: int) -> float:
+    """Peak memory of a side's processes in MB, without file-backed pages; see the top of this file."""
+    total = 0
+    for pid in processes_of(leader):
+        folder, kb = Path(f"/proc/{pid}"), {}
+        try:
+            lines = (folder / "status").read_text() + (folder / "smaps_rollup").read_text()
+        except OSError:  # it has ended
+            continue
+        for name, _, rest in (line.partition(":") for line in lines.splitlines()):
+            if name in ("VmHWM", "VmRSS", "Pss_Anon", "Pss_Shmem"):
+                kb[name] = int(rest.split()[0])
+        if kb:  # a process that is ending has none
+            total += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
+    return total * 1024 / 1e6
+
+
+# --- the comparison
 
 
 class Job:
-    """One side in processes of its own. Exits with their log where they fail."""
+    """A side in processes of its own. Exits this program with the side's log if the side fails."""
 
-    def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str, seed: int) -> None:
-        self.side, self.seed, self.ranks, self.threads = side, seed, ranks, max(1, (os.cpu_count() or 1) // ranks)
-        self.out, self.rows = tempfile.TemporaryDirectory(), []
-        out = self.out.name
-        env = os.environ | {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        start = [python] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
-                                             "--nproc-per-node", str(ranks)]
-        command = [*start, __file__, "--side", side, "--base", base, "--task", args.task, "--steps", str(args.steps),
-                   "--seed", str(seed), "--out", out, "--dtype", args.dtype]
-        Path(f"{out}/reward.py").write_text(REWARD)
+    def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str,
+                 seed: int) -> None:
+        self.side, self.seed, self.ranks = side, seed, ranks
+        self.threads = max(1, (os.cpu_count() or 1) // ranks)
+        self.folder, self.rows = tempfile.TemporaryDirectory(), []
+        out = self.folder.name
+        inherited = {name: value for name, value in os.environ.items() if name not in MALLOC}
+        env = inherited | ({} if side == "trl" else MALLOC) | {
+            "OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
+                    "--nproc-per-node", str(ranks)]
+        command = [python, *(torchrun if ranks > 1 else []), __file__, "--side", side, "--base", base,
+                   "--task", args.task, "--steps", str(args.steps), "--seed", str(seed), "--out", out,
+                   "--dtype", args.dtype]
+        Path(out, "reward.py").write_text(REWARD)
         with open(f"{out}/log", "w") as log:
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                                            text=True, start_new_session=True)
-        self.turn()  # it starts by itself
+            self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                            stderr=log, text=True, start_new_session=True)
+        self.turn()  # the first one includes the start
 
     def turn(self) -> None:
-        """Have it take a turn, the first with its start, and wait for it."""
+        """Let it take its turn, and wait for the end of it."""
         if self.rows:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         for line in self.process.stdout:
-            if line.startswith(SAYS):
-                self.rows.append(json.loads(line.removeprefix(SAYS)))
+            if line.startswith(MARK):
+                self.rows.append(json.loads(line.removeprefix(MARK)))
                 if len(self.rows) % TURN == 0:
                     return
-        sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.out.name, 'log').read_text()[-6000:]}")
+        sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.folder.name, 'log').read_text()[-6000:]}")
 
     def end(self) -> dict:
-        """End it; its figures."""
+        """End the processes. Returns the side's figures."""
         memory = memory_mb(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.out.cleanup()
-        rows = self.rows
-        seconds, tail = statistics.median(r["seconds"] for r in rows[TURN:]), rows[-max(1, len(rows) // 4):]
-        return {"side": self.side, "ranks": self.ranks, "threads": self.threads, "seed": self.seed, "step_s": round(seconds, 4),
-                "samples_per_s": round(PROMPTS * SAMPLES / seconds, 1), "memory_mb": round(memory),
-                "reward_first": round(rows[0]["reward"], 3),
-                "reward_last_quarter": round(statistics.mean(r["reward"] for r in tail), 3),
-                "rewards": [round(r["reward"], 3) for r in rows]}
+        self.folder.cleanup()
+        rewards = [row["reward"] for row in self.rows]
+        seconds = median(row["seconds"] for row in self.rows[TURN:])
+        return {"side": self.side, "ranks": self.ranks, "threads": self.threads, "seed": self.seed,
+                "step_s": round(seconds, 4), "samples_per_s": round(PROMPTS * SAMPLES / seconds, 1),
+                "memory_mb": round(memory), "reward_first": round(rewards[0], 3),
+                "reward_last_quarter": round(mean(rewards[-max(1, len(rewards) // 4):]), 3),
+                "rewards": [round(r, 3) for r in rewards]}
+
+
+def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
+    """Run all sides in turns with one seed. Returns the figures of each."""
+    ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
+    jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
+    for turn in range(1, args.steps // TURN):
+        for job in jobs if turn % 2 else jobs[::-1]:
+            job.turn()
+    figures = {job.side: job.end() for job in jobs}
+    for row in figures.values():
+        print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
+    return figures
+
+
+def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
+    """Medians over the pairs: the ratios of torz to each other side, and the figures of each side."""
+    result = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS,
+              "samples": SAMPLES, "tokens": TOKENS, "dtype": args.dtype}
+    for other in SIDES[1:]:
+        faster = [p["torz"]["samples_per_s"] / p[other]["samples_per_s"] for p in pairs]
+        memory = [p["torz"]["memory_mb"] / p[other]["memory_mb"] for p in pairs]
+        result[f"against_{other}"] = {"times_faster": round(median(faster), 2),
+                                      "pairs": [round(x, 2) for x in faster],
+                                      "memory_share": round(median(memory), 2)}
+    for side in SIDES:
+        result[side] = {k: round(median(p[side][k] for p in pairs), 3)
+                        for k in ("step_s", "samples_per_s", "memory_mb", "reward_last_quarter")}
+    return result
 
 
 def main() -> None:
@@ -190,16 +290,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--task", choices=("sums", "digits"), default="sums")
-    parser.add_argument("--base", help="the model's folder, grown where it is missing")
+    parser.add_argument("--base", help="the model's folder; it is made where there is none")
     parser.add_argument("--trl_python", default=sys.executable, help="the interpreter that has trl")
     parser.add_argument("--trl_ranks", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1, help="of torz")
     parser.add_argument("--dtype", default="float32", help="of torz")
-    parser.add_argument("--side", choices=SIDES, help="run one side in this process: for the program itself")
+    parser.add_argument("--side", choices=SIDES, help="run one side in this process; used by this program")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    base, reward, pairs = args.base or f"runs/vs-trl-{args.task}", {"sums": "exact", "digits": "digits"}[args.task], []
+    base = args.base or f"runs/vs-trl-{args.task}"
+    reward = {"sums": "exact", "digits": "digits"}[args.task]
     if args.side == "torz":
         return torz(base, reward, args.steps, args.seed, args.out, args.dtype)
     if args.side:
@@ -212,27 +313,11 @@ def main() -> None:
         from bench.shape import build
 
         build(base, "tiny")
-    for seed in range(args.pairs):
-        ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
-        jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
-        for turn in range(1, args.steps // TURN):
-            for job in jobs if turn % 2 else jobs[::-1]:
-                job.turn()
-        pairs.append({job.side: job.end() for job in jobs})
-        for row in pairs[-1].values():
-            print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
-    found = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS, "samples": SAMPLES,
-             "tokens": TOKENS, "dtype": args.dtype}
-    for other in SIDES[1:]:
-        faster = [p["torz"]["samples_per_s"] / p[other]["samples_per_s"] for p in pairs]
-        found[f"against_{other}"] = {
-            "times_faster": round(statistics.median(faster), 2), "pairs": [round(x, 2) for x in faster],
-            "memory_share": round(statistics.median(p["torz"]["memory_mb"] / p[other]["memory_mb"] for p in pairs), 2)}
-    for side in SIDES:
-        found[side] = {k: round(statistics.median(p[side][k] for p in pairs), 3)
-                       for k in ("step_s", "samples_per_s", "memory_mb", "reward_last_quarter")}
-    print(json.dumps(found))
-    (ROOT / f"bench/results/vs_trl-{args.task}.json").write_text(json.dumps(found | {"runs": pairs}) + "\n")
+    pairs = [run_pair(args, base, seed) for seed in range(args.pairs)]
+    result = summary(pairs, args)
+    print(json.dumps(result))
+    file = ROOT / f"bench/results/vs_trl-{args.task}.json"
+    file.write_text(json.dumps(result | {"runs": pairs}) + "\n")
 
 
 if __name__ == "__main__":

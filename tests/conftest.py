@@ -1,4 +1,4 @@
-"""What the tests share: a tiny random Qwen2 with a byte tokenizer, on disk as an ordinary Hugging Face folder."""
+"""What the tests share: tiny random models on disk, processes that are ranks, and whole runs."""
 
 import dataclasses
 import json
@@ -21,19 +21,21 @@ torch.set_num_threads(1)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, family: str = "qwen2") -> str:
-    """Save a random decoder of about 90k parameters with the demo's byte tokenizer; returns the folder. Heads of 32: vLLM's CPU
-    attention takes none smaller."""
+    """Save a random decoder of about 90k parameters with the demo's byte tokenizer. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
+    # A head size of 32 is the smallest that vLLM's CPU attention takes.
+    of_family = {} if family == "qwen2" else dict(head_dim=32)
+    if family == "mistral":
+        of_family["sliding_window"] = None
     config = AutoConfig.for_model(
         family, vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=128, num_hidden_layers=layers, max_position_embeddings=512, tie_word_embeddings=tied,
-        initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None, **({} if family == "qwen2" else dict(head_dim=32)),
-        **(dict(sliding_window=None) if family == "mistral" else {}))
+        intermediate_size=128, num_hidden_layers=layers, max_position_embeddings=512,
+        tie_word_embeddings=tied, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **of_family)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, p in model.named_parameters():
@@ -46,31 +48,35 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, fa
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """Folder of a tied random model."""
+    """Folder of a random model whose head is its embedding."""
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory) -> str:
-    """Folder of an untied random model."""
+    """Folder of a random model with a head of its own."""
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
-# --- ranks: forked from this process, which has imported everything and started nothing. Files run in alphabetical order, and
-# the one that puts vLLM and a process group into this process is the last.
+# --- ranks
+#
+# They are forked from this process, which has imported everything and started nothing. test_z_engines.py puts
+# vLLM and a process group into this process. Files run in alphabetical order, so its name puts it last.
 
 
-def _rank(target, rank, world, port, box, args):
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=str(port))
+def _rank(target, rank, world, port, file, args):
+    """The main function of a rank's process: save what target(*args) returns to `file`."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    torch.save(target(*args), box)
+    torch.save(target(*args), file)
     sys.stdout.flush()
-    os._exit(0)  # what pytest would run at exit is not this process's to run
+    os._exit(0)  # without pytest's exit handlers, which belong to the parent
 
 
 def start_ranks(world: int, target, *args):
-    """`world` new processes that see torchrun's environment and run target(*args), and the folder of what they return."""
+    """Start `world` processes that see torchrun's environment and run target(*args). Returns the processes,
+    and the temporary folder in which each leaves what its target returned."""
     import multiprocessing as mp
     import socket
     import tempfile
@@ -80,21 +86,22 @@ def start_ranks(world: int, target, *args):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    box = tempfile.TemporaryDirectory()
-    processes = [context.Process(target=_rank, args=(target, r, world, port, f"{box.name}/{r}", args)) for r in range(world)]
+    folder = tempfile.TemporaryDirectory()
+    processes = [context.Process(target=_rank, args=(target, r, world, port, f"{folder.name}/{r}", args))
+                 for r in range(world)]
     for p in processes:
         p.start()
-    return processes, box
+    return processes, folder
 
 
 def run_ranks(world: int, target, *args):
-    """target(*args) in `world` new processes; returns what each returned."""
-    processes, box = start_ranks(world, target, *args)
-    with box:
+    """Run target(*args) in `world` new processes. Returns what each of them returned, in rank order."""
+    processes, folder = start_ranks(world, target, *args)
+    with folder:
         for p in processes:
             p.join(600)
         assert all(p.exitcode == 0 for p in processes), [p.exitcode for p in processes]
-        return [torch.load(f"{box.name}/{r}", weights_only=False) for r in range(world)]
+        return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
 # --- whole runs
@@ -102,7 +109,7 @@ def run_ranks(world: int, target, *args):
 
 REWARD = '''
 def digits(response, answer, kind):
-    """Share of digits: dense, so that there is something to learn from a random model's samples."""
+    """Share of digits. Random responses get different rewards, so a random model has something to learn."""
     return sum(c.isdigit() for c in response) / max(len(response), 1)
 
 def broken(response, answer, kind):
@@ -112,7 +119,7 @@ def broken(response, answer, kind):
 
 @pytest.fixture(scope="session")
 def base(tiny, tmp_path_factory):
-    """A config over a random model, 40 sums and a dense reward: PPO, 4 steps, saved and evaluated every other one."""
+    """A config: 4 steps of PPO, a random model, 40 sums, a dense reward, a save and evaluation every 2."""
     from configs import PRESETS
 
     folder = tmp_path_factory.mktemp("data")
@@ -120,40 +127,40 @@ def base(tiny, tmp_path_factory):
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "reward.py").write_text(REWARD)
     return dataclasses.replace(
-        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",), eval_data=(f"{folder}/train.jsonl",),
-        reward=f"{folder}/reward.py:digits", stop=tuple(string.ascii_lowercase),
-        device="cpu", dtype="float32", prompts_per_step=8, samples_per_prompt=4,
-        max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2, eval_every=2, policy_lr=1e-3,
-        critic_lr=1e-3, keep=5, go=True)
+        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",),
+        eval_data=(f"{folder}/train.jsonl",), reward=f"{folder}/reward.py:digits",
+        stop=tuple(string.ascii_lowercase), device="cpu", dtype="float32", prompts_per_step=8,
+        samples_per_prompt=4, max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2,
+        eval_every=2, policy_lr=1e-3, critic_lr=1e-3, keep=5, go=True)
 
 
 def run(cfg, out, ranks=1):
-    """Metrics and final policy of a run."""
+    """Train. Returns the metrics, and the weights of the exported policy by name."""
     from ranks import main
     from safetensors.torch import load_file
 
     from log import read_metrics
 
-    said = run_ranks(ranks, main, dataclasses.replace(cfg, out=str(out)))
-    assert said == [""] * ranks, said
+    messages = run_ranks(ranks, main, dataclasses.replace(cfg, out=str(out)))
+    assert messages == [""] * ranks, messages
     return read_metrics(Path(out)), load_file(f"{out}/export/policy/model.safetensors")
 
 
 def maths(rows):
-    """Metrics without what the clock and the memory say."""
+    """The metrics that do not depend on clock and memory: two equal runs have them equal."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 
 @pytest.fixture(scope="session")
 def two_ranks(base, tmp_path_factory):
-    """Folder, metrics and policy of a run of 4 steps on 2 ranks, saved after 2."""
+    """Folder, metrics and exported policy of a run of 4 steps on 2 ranks, saved after 2 and 4 steps."""
     out = tmp_path_factory.mktemp("run") / "a"
     return out, *run(base, out, ranks=2)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The table of test_maths.py: how far each function is from its reference."""
+    """Print the table of test_maths.py: the largest difference between each function and its reference."""
     module = sys.modules.get("test_maths")
     if module and module.WORST:
         terminalreporter.section(f"largest error over {module.CASES} random ragged cases")

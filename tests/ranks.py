@@ -1,4 +1,4 @@
-"""What test_ranks.py and test_train.py run inside ranks; importable by name from fresh processes."""
+"""Functions that tests run inside ranks: processes with torchrun's environment (see conftest.py)."""
 
 import ctypes
 import dataclasses
@@ -13,16 +13,17 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
-import torch.utils.tensorboard  # noqa: F401  loaded here once instead of in every rank that is forked
+import torch.utils.tensorboard  # noqa: F401  loaded once here, not in each forked rank
 from torch.distributed.tensor import DTensor
 
+import checks
 import ckpt
 import data
 import dist
+import engine_vllm
 import model
-import rollout
 import train
-from configs import parse
+from configs import UserError, parse
 from log import Logger, Meter, read_metrics
 
 matplotlib.use("Agg")
@@ -30,7 +31,7 @@ import matplotlib.pyplot  # noqa: E402, F401
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Random ragged samples with rewards, as an engine would have made them: four of a prompt, two of which begin alike."""
+    """Random graded samples of several lengths, four per prompt. The first two of a prompt share a prefix."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -38,88 +39,89 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
             prompt = tuple(g.integers(3, vocabulary, g.integers(2, 9)).tolist())
         ids = g.integers(3, vocabulary, g.integers(1, 25)).astype(np.int32)
         if i % 4 == 1:
-            ids[:5] = out[-1].ids[:5][:len(ids)] if len(ids) <= len(out[-1].ids) else ids[:5]
+            before = out[-1].ids
+            ids[:5] = before[:5][:len(ids)] if len(ids) <= len(before) else ids[:5]
         logp = -g.random(len(ids)).astype(np.float32) * 5
-        out.append(data.Sample(i // 4, i % 4, prompt, ids, logp, True, "", 0, reward=float(g.integers(0, 2)),
-                               advantage=float(g.standard_normal())))
+        reward, advantage = float(g.integers(0, 2)), float(g.standard_normal())
+        out.append(data.Sample(i // 4, i % 4, prompt, ids, logp, True, "", 0, reward=reward,
+                               advantage=advantage))
     return out
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Start beside the other rank on the store that an agent keeps, `late` after the other; sum something, leave a word."""
+    """Start on the store of torchrun's agent at `port`; rank `late` is one second later than the other.
+    Returns a sum over the ranks, and whether the key of an earlier start is visible. Stores that key."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
     dist.init("cpu", "float32", stall_limit=10)
     total = int(dist.all_sum(torch.tensor(dist.td.get_rank() + 1)))
     store = dist.td.distributed_c10d._get_default_store()
-    found = store.check(["word"])
+    has_old_key = store.check(["key"])
     dist.gather(None)
-    store.set("word", "")
-    return total, found
+    store.set("key", "")
+    return total, has_old_key
 
 
 def all_gradients(jobs) -> list[dict]:
-    """gradients(cfg, samples) of each job, in one start of the ranks."""
+    """gradients(cfg, samples) of each job, all in one process."""
     return [gradients(*job) for job in jobs]
 
 
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
-    """Whole gradients of one policy and one critic update over all samples, by this many ranks: dispatched, packed and
-    summed by the very functions that train.py uses."""
+    """Whole gradients of one policy update and one critic update on all samples, by the functions of
+    train.py. Also "metrics", and "packs": this rank's number of packs."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
-    if ref is not None:
-        with torch.no_grad():
-            for p in ref.parameters():
-                p.mul_(0.9)
-    mine = [s for s in samples if s.slot % world.size == world.rank]
-    parts = train.make_packs(mine, 0, cfg, world, policy.model)
-    assert len({len(p) for p in dist.gather([len(p) for p in parts])}) == 1
+    mine = [s for s in samples if s.prompt_id % world.size == world.rank]
+    minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
+    counts = dist.gather([len(packs) for packs in minibatches])
+    assert all(of_rank == counts[0] for of_rank in counts)
     meter = Meter()
-    if ref is not None:
-        parts = train.each(parts, lambda p: dataclasses.replace(
-            p, ref_logp=train.frozen(model.logprobs, ref, p, cfg.temperature)[0]))
-    if cfg.algo == "ppo":
-        parts = train.estimate_advantages(critic, parts, cfg, meter)
-    elif cfg.advantage == "group_mean_whiten":
-        parts = train.whiten_advantages(parts)
-    packs = train.updates_of(parts, 1)[0]
-    tokens, responses = train.counts(packs)
-    out = {}
-    for p in packs:
-        loss, _ = train.policy_pack_loss(policy.model, p, tokens, responses, cfg, meter)
-        loss.backward()
-    out |= {f"policy.{n}": full(p.grad) for n, p in policy.model.named_parameters()}
+    if ref:
+        with torch.no_grad():
+            for p in ref.model.parameters():
+                p.mul_(0.9)
+        minibatches = train.add_logp(minibatches, "ref_logp", ref, cfg)
     if critic:
-        for p in packs:
-            v = model.values(critic.model, p)
-            train.ppo.value_loss(v, p.values, p.returns, p.mask, tokens, cfg.value_clip).backward()
-        out |= {f"critic.{n}": full(p.grad) for n, p in critic.model.named_parameters()}
+        minibatches = train.estimate_advantages(critic, minibatches, cfg, meter)
+    elif cfg.advantage == "group_mean_whiten":
+        minibatches = train.whiten_advantages(minibatches)
+    packs = train.updates_of(minibatches, 1)[0]
+    denominators = train.counts(packs)
+    out = {}
+    for role, pack_loss in ((policy, train.policy_pack_loss), (critic, train.critic_pack_loss)):
+        if role:
+            for p in packs:
+                pack_loss(role.model, p, *denominators, cfg, meter).backward()
+            out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
     return out | {"metrics": metrics, "packs": len(packs)}
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded."""
+    """The whole tensor, for one that may be sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """What dist.full_weights yields for the model at path, sharded over the ranks."""
+    """What dist.full_weights yields for a model that is sharded over the ranks, by name."""
     world = dist.init("cpu", "float32")
-    place = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
-    policy = model.load_policy(path, "cpu", place)
+    shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
+    policy = model.load_policy(path, "cpu", shard_fn)
     first = {n: t.clone() for n, t in dist.full_weights(policy)}
-    shares = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in policy.parameters())
-    assert shares < 1.2 * sum(t.numel() for t in first.values()) / world.size + 1000  # each rank holds its share only
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in policy.parameters())
+    whole = sum(t.numel() for t in first.values())
+    assert held < 1.2 * whole / world.size + 1000  # each rank holds only its shards
     return first
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """One rank that computes in bf16: how far its log-probs are from fp32's, and whether masters and gradients are fp32."""
+    """Compute log-probs in bf16. Returns their largest difference from those in fp32, and whether weights and
+    gradients are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
-    policy = model.load_policy(path, "cpu", train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype))
+    shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
+    policy = model.load_policy(path, "cpu", shard_fn)
     logp, _ = model.logprobs(policy, p, 1.0)
     logp.sum().backward()
     gap = (logp - model.logprobs(model.load_policy(path), p, 1.0)[0]).abs().max()
@@ -127,56 +129,61 @@ def in_bf16(path: str) -> tuple[float, bool]:
 
 
 def main(cfg) -> str:
-    """A training run; returns the message of a user's mistake, or nothing."""
+    """Train. Returns the message of a user's mistake, or ""."""
     try:
         train.main(cfg)
-    except train.UserError as e:
+    except UserError as e:
         return str(e)
     return ""
 
 
 def restored(cfg, out) -> dict:
-    """Whole weights, moments and the number of steps that the newest checkpoint of `out` brings back."""
-    world = dist.init("cpu", "float32")
-    policy, critic, _ = train.load_models(cfg, world)
-    models = {t.name: (t.model, t.optimizer) for t in (policy, critic)}
+    """Resume from the newest checkpoint of `out`. Returns the steps done, and by name the whole weights and
+    the whole tensors of the optimizers' state."""
+    policy, critic, _ = train.load_models(cfg, dist.init("cpu", "float32"))
+    models = {role.name: (role.model, role.optimizer) for role in (policy, critic)}
     path = ckpt.find(out, "auto")
     facts = json.loads((path / "state.json").read_text())
-    step = ckpt.resume(path, models, {"config": dataclasses.asdict(cfg.with_steps(0)), "problems": facts["problems"]})
-    held = {f"{who}.{k}": v for who, state in ckpt.HostCopy(models).stage().items() for k, v in state.items()}
-    return {"step": step} | {k: full(v) for k, v in held.items()}
+    config = dataclasses.asdict(cfg.with_steps(0))
+    step = ckpt.resume(path, models, {"config": config, "problems": facts["problems"]})
+    tensors = {}
+    for name, pair in models.items():
+        tensors |= {f"{name}.{k}": full(v) for k, v in ckpt.tensors_of(*pair).items()}
+    return {"step": step} | tensors
 
 
 def stopped(cfg, after: int) -> str:
-    """A run of which the last rank is sent SIGUSR1 once `after` steps are in the metrics."""
-    def ask() -> None:
+    """Train. The last rank gets SIGUSR1 when `after` steps are in the metrics."""
+    def send() -> None:
         while sum("reward" in r for r in read_metrics(Path(cfg.out))) < after:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=send, daemon=True).start()
     return main(cfg)
 
 
 def unshared(cfg) -> str:
-    """A run of two hosts: rank 1 has a name of its own, and a disk of its own where rank 0 sees the same folder."""
+    """Train as on two hosts: rank 1 has another host name, and another disk where rank 0 has cfg.out. Returns
+    "no root" where this user can't do that."""
     if os.geteuid():
         return "no root"
     Path(cfg.out).mkdir(parents=True, exist_ok=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the other host's name leads nowhere
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the other host's name has no address
     if os.environ["RANK"] == "1":
         libc = ctypes.CDLL(None, use_errno=True)
-        own_mounts_and_name, private = 0x20000 | 0x4000000, 0x44000
-        if (libc.unshare(own_mounts_and_name) or libc.sethostname(b"other", 5) or libc.mount(b"none", b"/", None, private, None)
+        new_mounts_and_name, private = 0x20000 | 0x4000000, 0x44000
+        if (libc.unshare(new_mounts_and_name) or libc.sethostname(b"other", 5)
+                or libc.mount(b"none", b"/", None, private, None)
                 or libc.mount(b"tmpfs", cfg.out.encode(), b"tmpfs", 0, b"size=1m")):
             os._exit(1)
     return main(cfg)
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Updates with a gradient that isn't finite: whether the first left weights and moments alone, whether one that is finite
-    after it moved them, and what the third in a row said."""
+    """Updates whose gradient is not finite. Returns whether the first one left weights and optimizer state
+    unchanged, whether a finite one after it moved the weights, and the error of the third in a row."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()
@@ -198,7 +205,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def stalled() -> None:
-    """Rank 1 hangs in a phase; rank 0 waits for it in the next."""
+    """Rank 1 hangs in the phase "grading"; rank 0 waits for it in the next phase."""
     def hang() -> None:
         time.sleep(1000)
 
@@ -211,21 +218,22 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """The prompts of step 0 as drawn and after replacement, this rank's rewards by slot, and how many groups were measured."""
+    """The prompts of step 0 as drawn and after replacement, this rank's rewards by prompt_id, and the number
+    of groups that were measured."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
         batch, samples = train.sample_step(run, 0, meter)
     run.grader.close()
-    rewards = {g[0].slot: [s.reward for s in g] for g in data.by_prompt(samples)}
-    return {"drawn": [p.text for p in data.batch_at(run.problems, 0, cfg)], "prompts": [p.text for p in batch],
-            "rewards": rewards, "measured": int(meter.sums["pass@n"][1])}
+    rewards = {g[0].prompt_id: [s.reward for s in g] for g in data.group_by_prompt(samples)}
+    drawn = [p.text for p in data.batch_at(run.problems, 0, cfg)]
+    return {"drawn": drawn, "prompts": [p.text for p in batch], "rewards": rewards,
+            "measured": int(meter.sums["pass@n"][1])}
 
 
 def trained_in_turn(cfgs) -> dict[str, list[dict]]:
-    """Metrics of several runs in one process, by their folder's name. All stay until the end: a vLLM engine that is collected
-    takes the state that it shares with the next along."""
-    runs = []
+    """Train each config in turn, in this process. Returns the metrics by the name of the run's folder."""
+    runs = []  # kept to the end: a vLLM engine that is freed destroys state that the next one shares
     for cfg in cfgs:
         runs.append(train.prepare(cfg))
         assert train.train(runs[-1])
@@ -234,31 +242,33 @@ def trained_in_turn(cfgs) -> dict[str, list[dict]]:
     return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}
 
 
-def engine_samples(cfg, prompts, go) -> dict:
-    """What this rank keeps of its engine's samples, by temperature and (slot, index), and what the self-check says."""
+def engine_samples(cfg, prompts, options) -> dict:
+    """This rank's samples of its engine, by temperature and (prompt_id, sample_id), and the self-check's
+    result. `options`: arguments of Engine.generate."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
-    # vLLM's CPU build names the memory that ranks share by their numbers alone, on the whole machine, and leaves it there.
+    # vLLM's CPU build names shared memory by the rank numbers alone, so two tests would share it. It stays on
+    # the machine. Here the name gets the port, and the files are removed at the end.
     name, port = Shared.make_group_name, os.environ["MASTER_PORT"]
     Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(cfg.model)
-    engine = rollout.VLLMEngine(cfg.model, tokenizer, cfg)
-    place = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
-    policy = model.load_policy(cfg.model, "cpu", place)
-    mine = {k: v for k, v in prompts.items() if k % engine.groups == engine.group}
+    engine = engine_vllm.VLLMEngine(cfg.model, tokenizer, cfg)
+    shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
+    policy = model.load_policy(cfg.model, "cpu", shard_fn)
+    mine = {k: v for k, v in prompts.items() if k % engine.engines == engine.engine_id}
     out = {}
     for temperature in (0.0, 1.0):
         with engine.awake(dist.full_weights(policy), version=3):
-            out[temperature] = {(s.slot, s.index): s for s in engine.generate(
-                mine, **go | {"n": 3, "temperature": temperature})}
+            samples = engine.generate(mine, **options | {"n": 3, "temperature": temperature})
+            out[temperature] = {(s.prompt_id, s.sample_id): s for s in samples}
 
-    def trainers(samples, temperature):
+    def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
             return model.logprobs(policy, pack, temperature)[0][pack.mask]
 
-    out["selfcheck"] = rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)
+    out["selfcheck"] = checks.selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
     dist.gather(None)
     for file in Path("/dev/shm").glob(f"*{port}*cpushm*"):
         file.unlink(missing_ok=True)
@@ -266,13 +276,13 @@ def engine_samples(cfg, prompts, go) -> dict:
 
 
 def mistakes(commands: list[list[str]]) -> list[str]:
-    """What each command line ends with, vllm being not installed."""
-    sys.modules["vllm"] = None  # as an import of what isn't there: ImportError
-    said = []
+    """The message that each command line ends with, as if vllm was not installed."""
+    sys.modules["vllm"] = None  # importing it raises ImportError
+    messages = []
     for argv in commands:
         try:
             train.main(parse(argv))
-            said.append("")
-        except train.UserError as e:
-            said.append(str(e))
-    return said
+            messages.append("")
+        except UserError as e:
+            messages.append(str(e))
+    return messages

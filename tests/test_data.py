@@ -1,4 +1,4 @@
-"""Data in, packs out: formats, errors that name the row, batches as functions of (seed, step), balanced packs."""
+"""Data in, packs out: file formats, errors that name the row, reproducible batches, balanced packs."""
 
 import json
 from dataclasses import replace
@@ -17,6 +17,7 @@ CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=64, max_response_len=64)
 
 
 def write(path: Path, rows) -> str:
+    """Write the rows to a .json or .jsonl file. Returns its path."""
     text = json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(r) + "\n" for r in rows)
     path.write_text(text)
     return str(path)
@@ -31,9 +32,9 @@ def write(path: Path, rows) -> str:
     {"prompt": "1+1=", "answer": 2},
 ])
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_every_known_shape_of_row(row, suffix, tiny, tmp_path):
-    found = data.load_problems([write(tmp_path / f"d.{suffix}", [row])], load_tokenizer(tiny), CFG)
-    assert [(p.text, p.answer) for p in found] == [("1+1=", "2")]
+def test_every_known_row_format_is_read(row, suffix, tiny, tmp_path):
+    problems = data.load_problems([write(tmp_path / f"d.{suffix}", [row])], load_tokenizer(tiny), CFG)
+    assert [(p.text, p.answer) for p in problems] == [("1+1=", "2")]
 
 
 @pytest.mark.parametrize("content,words", [
@@ -45,7 +46,7 @@ def test_every_known_shape_of_row(row, suffix, tiny, tmp_path):
     ('{"prompt": "1+1=", "answer": "2"}\n{oops}\n', ["row 2", "not JSON"]),
     ('{"prompt": "' + "1+" * 99 + '1=", "answer": "2"}\n', ["longer", "--max_prompt_len"]),
 ])
-def test_mistakes_name_the_file_and_the_row_in_one_line(content, words, tiny, tmp_path):
+def test_a_mistake_is_one_line_with_file_and_row(content, words, tiny, tmp_path):
     path = tmp_path / "d.jsonl"
     if content is not None:
         path.write_text(content)
@@ -55,32 +56,35 @@ def test_mistakes_name_the_file_and_the_row_in_one_line(content, words, tiny, tm
 
 
 def test_long_and_repeated_prompts_are_dropped_and_counted(tiny, tmp_path):
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 99, "answer": "2"}, {"prompt": "1+1=", "answer": "2"}]
-    said = []
-    found = data.load_problems([write(tmp_path / "d.jsonl", rows)], load_tokenizer(tiny), CFG, said.append)
-    assert len(found) == 1
-    assert "1 repeated" in said[0] and "1 over 64 tokens: d.jsonl:2" in said[0]
+    rows = [{"prompt": prompt, "answer": "2"} for prompt in ("1+1=", "1" * 99, "1+1=")]
+    messages = []
+    path = write(tmp_path / "d.jsonl", rows)
+    problems = data.load_problems([path], load_tokenizer(tiny), CFG, messages.append)
+    assert len(problems) == 1
+    assert "1 repeated" in messages[0] and "1 over 64 tokens: d.jsonl:2" in messages[0]
 
 
 def test_the_orz_prompt_ends_at_think(tiny):
     tokenizer = load_tokenizer(tiny)
-    text = tokenizer.decode(data.templater("orz", tokenizer)("What is 1+1?"))
-    assert text.startswith("A conversation between User and Assistant.") and text.endswith("Assistant: <think>")
+    text = tokenizer.decode(data.prompt_encoder("orz", tokenizer)("What is 1+1?"))
+    assert text.startswith("A conversation between User and Assistant.")
+    assert text.endswith("Assistant: <think>")
     assert "This is the problem:\nWhat is 1+1?\n" in text
 
 
 def test_batches_are_a_function_of_seed_and_step():
-    problems = [data.Problem(str(i), (i,), str(i), "") for i in range(10)]
+    problems = [data.Problem(str(i), (i,), str(i)) for i in range(10)]
     cfg = replace(CFG, prompts_per_step=4)
     stream = [p.text for step in range(10) for p in data.batch_at(problems, step, cfg)]
     for epoch in range(4):
-        assert sorted(stream[epoch * 10:epoch * 10 + 10]) == sorted(p.text for p in problems)  # each once an epoch
+        prompts = stream[epoch * 10:epoch * 10 + 10]
+        assert sorted(prompts) == sorted(p.text for p in problems)  # each once an epoch
     assert stream[:10] != stream[10:20]  # reshuffled
     assert [p.text for p in data.batch_at(problems, 7, cfg)] == stream[28:32]
     assert stream[:4] != [p.text for p in data.batch_at(problems, 0, replace(cfg, seed=1))]
 
 
-def test_partition_is_balanced_and_keeps_to_the_cap():
+def test_partition_is_balanced_and_respects_the_cap():
     g = np.random.default_rng(0)
     lengths = g.integers(10, 1000, 500)
     bins = data.partition(lengths, 32, cost=lengths * (1 + 1e-3 * lengths))
@@ -92,43 +96,45 @@ def test_partition_is_balanced_and_keeps_to_the_cap():
     assert data.partition(lengths, 32, cap=int(lengths.sum() / 32 * 0.9)) is None
 
 
-def test_every_sample_is_trained_on_once_in_parts_that_no_rank_count_changes():
+def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
+    """Minibatches are the same for any number of ranks. In a minibatch ranks have equally many packs and
+    similar numbers of tokens, and no pack is too long."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
     lengths = np.random.default_rng(0).integers(5, 100, 256)
-    whole = None
+    on_one_rank = None
     for ranks in (1, 2, 4, 32):
-        parts = data.assign(lengths, ranks, cfg, step=3)
-        sets = [sorted(i for rank in part for b in rank for i in b) for part in parts]
-        assert sorted(i for s in sets for i in s) == list(range(256))
-        whole = whole or sets
-        assert sets == whole
-        for part in parts:
-            assert len({len(rank) for rank in part}) == 1
-            tokens = [sum(lengths[i] for b in rank for i in b) for rank in part]
+        minibatches = data.assign(lengths, ranks, cfg, step=3)
+        members = [sorted(i for packs in minibatch for p in packs for i in p) for minibatch in minibatches]
+        assert sorted(i for some in members for i in some) == list(range(256))
+        on_one_rank = on_one_rank or members
+        assert members == on_one_rank
+        for minibatch in minibatches:
+            assert len({len(packs) for packs in minibatch}) == 1
+            tokens = [sum(lengths[i] for p in packs for i in p) for packs in minibatch]
             assert max(tokens) < 1.2 * min(tokens)
-            assert all(sum(lengths[b]) <= 200 for rank in part for b in rank)
+            assert all(sum(lengths[p]) <= 200 for packs in minibatch for p in packs)
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """On two ranks all eight of each prompt; long ones, and few on many ranks, go one by one."""
+    """A prompt's eight short samples share a pack. Long samples, and few samples on many ranks, do not."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
-    def places(lengths: np.ndarray, ranks: int) -> list[set[int]]:
-        """Of each prompt the packs that have samples of it."""
-        part, = data.assign(lengths, ranks, cfg, step=0)
-        found = [set() for _ in range(len(lengths) // 8)]
-        for number, bin in enumerate(b for rank in part for b in rank):
-            for i in bin:
-                found[i // 8].add(number)
-        return found
+    def packs_of_prompts(lengths: np.ndarray, ranks: int) -> list[set[int]]:
+        """For each prompt, the numbers of the packs that have samples of it."""
+        minibatch, = data.assign(lengths, ranks, cfg, step=0)
+        numbers = [set() for _ in range(len(lengths) // 8)]
+        for number, pack in enumerate(pack for packs in minibatch for pack in packs):
+            for i in pack:
+                numbers[i // 8].add(number)
+        return numbers
 
-    assert all(len(packs) == 1 for packs in places(lengths, 2))
-    assert sum(len(packs) > 1 for packs in places(lengths * 60, 2)) > 16
-    assert set.union(*places(lengths[:16], 8)) == set(range(8))
+    assert all(len(packs) == 1 for packs in packs_of_prompts(lengths, 2))
+    assert sum(len(packs) > 1 for packs in packs_of_prompts(lengths * 60, 2)) > 16
+    assert set.union(*packs_of_prompts(lengths[:16], 8)) == set(range(8))
 
 
-def test_a_pack_is_aligned():
+def test_the_tensors_of_a_pack_are_aligned():
     samples = make_samples(5)
     p = data.pack(samples)
     assert len(p.tokens) == sum(s.length for s in samples) == p.cu_seqlens[-1]
@@ -143,11 +149,13 @@ def test_a_pack_is_aligned():
     assert not data.pack([]).mask.any()
 
 
-def test_what_samples_begin_with_is_computed_once():
+def test_shared_prefixes_are_computed_once():
+    """There is one unique token per different prefix, and each token maps to one that has its prefix."""
     samples = make_samples(12)
-    samples.append(data.replace(samples[5], index=9))  # one twice
-    samples.append(data.replace(samples[7], ids=samples[7].ids[:1], logp=samples[7].logp[:1]))  # one that ends in another
+    samples.append(data.replace(samples[5], sample_id=9))  # a repeated response
+    other = samples[7]
+    samples.append(data.replace(other, ids=other.ids[:1], logp=other.logp[:1]))  # a prefix of a response
     p = data.pack(samples)
-    heads = [(*s.prompt, *s.ids)[:k + 1] for s in samples for k in range(s.length)]
-    assert len(p.computed) == len(set(heads)) < len(heads) == len(p.tokens)
-    assert [heads[i] for i in p.computed[p.source].tolist()] == heads
+    prefixes = [(*s.prompt, *s.ids)[:k + 1] for s in samples for k in range(s.length)]
+    assert len(p.unique) == len(set(prefixes)) < len(prefixes) == len(p.tokens)
+    assert [prefixes[i] for i in p.unique[p.inverse].tolist()] == prefixes

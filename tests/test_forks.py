@@ -1,50 +1,124 @@
-"""Forks for a paper: changes that the README's "To change X, open Y" points to, made in a copy of this repository in under
-20 lines, and what they do to numbers."""
+"""Forks for a paper: changes from docs/forking.md, made in a copy of the modules, and their effect."""
 
+import dataclasses
+import json
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_ranks
+from conftest import ROOT, maths, run_ranks
+from ranks import main  # noqa: F401  loads the libraries of all forks once
+from safetensors.torch import load_file
 
-# OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
+import ckpt
+from log import read_metrics
+
+# A fork is a list of edits (file, old text, new text). The numbers are those of the sections in
+# docs/forking.md.
+
+# 1. OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
 OPO = [
-    ("configs.py", '"leave_one_out"] =', '"leave_one_out", "length_weighted"] ='),
-    ("grpo.py", 'kind: str = "group_mean_std") ->', 'kind: str = "group_mean_std", lengths: Tensor | None = None) ->'),
-    ("grpo.py", "    return torch.where(keep_groups(rewards)[:, None], centred, 0)",
+    ("configs.py", '"leave_one_out"]', '"leave_one_out", "length_weighted"]'),
+    ("grpo.py", 'kind: str = "group_mean_std") ->',
+     'kind: str = "group_mean_std", lengths: Tensor | None = None) ->'),
+    ("grpo.py", '    elif kind not in ("group_mean", "group_mean_whiten"):',
      '    elif kind == "length_weighted":\n'
      "        centred = rewards - (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
-     "    return torch.where(keep_groups(rewards)[:, None], centred, 0)"),
-    ("train.py", "    advantages = grpo.group_advantages(scores(samples, cfg), cfg.advantage).flatten().tolist()",
-     "    rewards = scores(samples, cfg)\n"
+     '    elif kind not in ("group_mean", "group_mean_whiten"):'),
+    ("train.py", "    advantages = grpo.group_advantages(group_scores(samples, cfg), cfg.advantage)"
+     ".flatten().tolist()",
+     "    rewards = group_scores(samples, cfg)\n"
      "    lengths = torch.tensor([len(s.ids) for s in samples], dtype=torch.float64).view_as(rewards)\n"
      "    advantages = grpo.group_advantages(rewards, cfg.advantage, lengths).flatten().tolist()"),
 ]
 
-# SAPO (2511.20347): a sigmoid that closes softly instead of a clip, a little sooner for negative advantages.
+# 1. SAPO (2511.20347): a sigmoid instead of a clip. It closes a little sooner for negative advantages.
 SAPO = [
-    ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]', 'ratio: Literal["token", "sequence", "clipped", "soft"]'),
-    ("grpo.py", "        loss, clipped = -inside.detach() * advantages * logp, inside != rho\n",
-     "        loss, clipped = -inside.detach() * advantages * logp, inside != rho\n"
+    ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
+     'ratio: Literal["token", "sequence", "clipped", "soft"]'),
+    ("grpo.py", '    elif ratio in ("token", "sequence"):',
      '    elif ratio == "soft":\n'
      "        tau = torch.where(advantages > 0, 1.0, 1.05)\n"
-     "        loss, clipped = -torch.sigmoid(tau * (rho - 1)) * 4 / tau * advantages, inside != rho\n"),
+     "        loss, clipped = -torch.sigmoid(tau * (rho - 1)) * 4 / tau * advantages, inside != rho\n"
+     '    elif ratio in ("token", "sequence"):'),
 ]
 
+# 2. The reference is a moving average of the policies.
+AVERAGE = [
+    ("train.py", "    if (step + 1) * per_step // n > step * per_step // n:\n", "    if True:\n"),
+    ("train.py", "old.copy_(new)", "old.lerp_(new, 0.01)"),
+]
 
-def fork(folder, edits) -> str:
-    """A copy of the repository with each (file, old, new) made in it; returns the folder."""
+# 3. The number of digits of a response.
+DIGITS = [
+    ("log.py", '        "reward": [s.reward for s in samples],\n',
+     '        "reward": [s.reward for s in samples],\n'
+     '        "digits": [sum(c.isdigit() for c in s.text) for s in samples],\n'),
+    ("log.py", "\nsample_len | ", "\ndigits | – | mean number of digits of a response\nsample_len | "),
+]
+
+# 4. Stop when nearly all samples are right.
+STOP = [
+    ("train.py", "    return dist.stop_requested()\n",
+     '    return dist.stop_requested() or metrics["reward"] > 0.99\n'),
+]
+
+# 7. RMSprop with momentum.
+RMSPROP = [
+    ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
+     "weight_decay=cfg.weight_decay,\n                             fused=fused)",
+     "    return torch.optim.RMSprop(model.parameters(), lr, alpha=0.99, momentum=0.9)"),
+]
+
+# 9. A reward part that grows with the response's length.
+BREVITY = [
+    ("train.py", '\nREWARD_PARTS = {"overlong": overlong}\n',
+     "\ndef brevity(s: Sample, cfg: Config) -> float:\n"
+     "    return -0.001 * len(s.ids)\n\n"
+     'REWARD_PARTS = {"overlong": overlong, "brevity": brevity}\n'),
+]
+
+# 11. Train only the layers after the first 20 (of the tests' model: after the first one).
+LAYERS = [
+    ("train.py", "    model = load_policy(cfg.model, device, shard_fn)\n",
+     "    model = load_policy(cfg.model, device, shard_fn)\n"
+     "    for layer in model.model.layers[:20]:\n"
+     "        layer.requires_grad_(False)\n"),
+]
+TESTED = [OPO, SAPO, AVERAGE, DIGITS, STOP, RMSPROP, BREVITY, LAYERS]
+
+
+def fork(folder: Path, edits) -> str:
+    """Copy the repository's modules to `folder` and make the edits there. Returns the folder."""
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
     for name, old, new in edits:
         text = (folder / name).read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{name} has changed: {old!r}"
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")
-    changed = sum(line not in (ROOT / f.name).read_text(encoding="utf-8").splitlines()
-                  for f in folder.glob("*.py") for line in f.read_text(encoding="utf-8").splitlines())
+    changed = 0
+    for file in folder.glob("*.py"):
+        original = (ROOT / file.name).read_text(encoding="utf-8").splitlines()
+        changed += sum(line not in original for line in file.read_text(encoding="utf-8").splitlines())
     assert 0 < changed < 20
     return str(folder)
+
+
+def test_the_documented_code_is_tested():
+    """Every line of Python in docs/forking.md is a line of an edit above, except a shortened signature."""
+    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    documented = [line.strip() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+                  for line in block.splitlines() if line.strip() not in ("", "...")]
+    tested = {line.strip() for edits in TESTED for _, _, new in edits for line in new.splitlines()}
+    untested = [line for line in documented if line not in tested]
+    assert len(documented) > 8
+    assert untested == ['def group_advantages(rewards, kind="group_mean_std", lengths=None):']
+
+
+# --- functions of a fork
 
 
 def become(folder: str) -> None:
@@ -56,15 +130,15 @@ def become(folder: str) -> None:
 
 
 def configured(model: str, *flags: str):
-    """A config as the command line makes it, on one pack."""
+    """A config as the command line makes it. All samples fit into one pack."""
     from configs import parse
 
-    return parse(["tiny-grpo", "--model", model, "--device", "cpu", "--samples_per_prompt", "4", "--prompts_per_step", "6",
-                  "--pack_len", "4096", *flags])
+    return parse(["tiny-grpo", "--model", model, "--device", "cpu", "--samples_per_prompt", "4",
+                  "--prompts_per_step", "6", "--pack_len", "4096", *flags])
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Of each kind of advantage: what the samples get, and the policy's gradient, by the functions that train.py uses."""
+    """For each kind of advantage: the samples' advantages and the policy's gradient, by train.py."""
     become(folder)
     import ranks
 
@@ -73,32 +147,35 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
     samples, out = ranks.make_samples(24), {}
     for kind in kinds:
         cfg = configured(model, "--advantage", kind)
-        given = train.add_group_advantages(samples, cfg)
-        got = ranks.gradients(cfg, given)
-        out[kind] = [s.advantage for s in given], {k: v for k, v in got.items() if k.startswith("policy.")}
+        with_advantages = train.add_group_advantages(samples, cfg)
+        gradients = ranks.gradients(cfg, with_advantages)
+        of_policy = {k: v for k, v in gradients.items() if k.startswith("policy.")}
+        out[kind] = [s.advantage for s in with_advantages], of_policy
     assert train.__file__.startswith(folder)
     return out | {"rewards": [s.reward for s in samples], "lengths": [len(s.ids) for s in samples]}
 
 
 def test_another_advantage(tiny, tmp_path):
-    """OPO's advantages are its formula's, the length-weighted sum of a group's is 0, and the gradient is another."""
-    seen = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, ["group_mean", "length_weighted"])[0]
-    advantages, gradient = seen["length_weighted"]
+    """OPO's advantages are its formula's. Their length-weighted sum over a group is 0. The gradient differs
+    from that of "group_mean"."""
+    kinds = ["group_mean", "length_weighted"]
+    results = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, kinds)[0]
+    advantages, gradient = results["length_weighted"]
     for g in range(0, 24, 4):
-        r, n, a = (x[g:g + 4] for x in (seen["rewards"], seen["lengths"], advantages))
+        r, n, a = (x[g:g + 4] for x in (results["rewards"], results["lengths"], advantages))
         baseline = sum(x * y for x, y in zip(r, n, strict=True)) / sum(n)
         assert a == pytest.approx([x - baseline if len(set(r)) > 1 else 0.0 for x in r])
         assert sum(x * y for x, y in zip(a, n, strict=True)) == pytest.approx(0, abs=1e-9)
-    other, theirs = seen["group_mean"]
-    assert max(abs(x - y) for x, y in zip(advantages, other, strict=True)) > 0.05
+    mean_advantages, mean_gradient = results["group_mean"]
+    assert max(abs(x - y) for x, y in zip(advantages, mean_advantages, strict=True)) > 0.05
     assert all(g.isfinite().all() for g in gradient.values())
-    change = sum(((gradient[k] - theirs[k]) ** 2).sum() for k in gradient) / sum((g**2).sum() for g in theirs.values())
-    assert change > 1e-3
+    difference = sum(((gradient[k] - mean_gradient[k]) ** 2).sum() for k in gradient)
+    assert difference / sum((g**2).sum() for g in mean_gradient.values()) > 1e-3
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Of each kind of ratio: the loss of one pack whose old log-probs are another policy's, and its gradient in log p and in
-    the weights; with the log-probs, advantages and mask that entered it."""
+    """For each kind of ratio: the loss of one pack, its gradient in log p, and its gradient in the weights.
+    The pack's old log-probs are another policy's. "pack": the tensors that entered the loss."""
     become(folder)
     from dataclasses import replace
 
@@ -120,7 +197,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
     for kind in kinds:
         cfg = configured(model, "--ratio", kind, "--tis_clip", "None")
         policy.zero_grad()
-        loss, _ = train.policy_pack_loss(policy, p, tokens, p.responses, cfg, Meter())
+        loss = train.policy_pack_loss(policy, p, tokens, p.responses, cfg, Meter())
         loss.backward()
         x = logp.clone().requires_grad_()
         grpo.policy_loss(x, p.old_logp, p.advantages, p.mask, segment, p.mask / tokens, kind)[0].backward()
@@ -130,17 +207,173 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """SAPO's loss and gradient are the paper's, token by token; none loses its gradient, where clipping takes it from many."""
-    seen = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
-    logp, old, advantages, mask = (x[seen["pack"][3]].double() for x in seen["pack"])
-    loss, gradient, weights = seen["soft"]
+    """SAPO's loss and gradient are the paper's, for each token. Every token keeps its gradient, where
+    clipping takes it from many."""
+    results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
+    *tensors, mask = results["pack"]
+    logp, old, advantages = (x[mask].double() for x in tensors)
+    loss, gradient, weights = results["soft"]
+    _, token_gradient, token_weights = results["token"]
     tau = torch.tensor([1.0 if a > 0 else 1.05 for a in advantages], dtype=torch.float64)
     rho = (logp - old).exp()
     gate = 1 / (1 + (-tau * (rho - 1)).exp())
     assert loss == pytest.approx(float(-(4 / tau * gate * advantages).mean()), rel=1e-5)
-    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8: at a ratio of 1 that of REINFORCE, then ever less
-    assert torch.allclose(gradient[seen["pack"][3]].double(), want, rtol=1e-4, atol=1e-9)
-    assert not gradient[~seen["pack"][3]].any()
-    clipped = seen["token"][1][seen["pack"][3]] == 0
+    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8: REINFORCE's at a ratio of 1
+    assert torch.allclose(gradient[mask].double(), want, rtol=1e-4, atol=1e-9)
+    assert not gradient[~mask].any()
+    clipped = token_gradient[mask] == 0
     assert clipped.sum() > 20 and (want[clipped] != 0).all()
-    assert (weights - seen["token"][2]).norm() / seen["token"][2].norm() > 0.05 and mask.all()
+    assert (weights - token_weights).norm() / token_weights.norm() > 0.05
+
+
+# --- runs of a fork
+
+
+def train_with(folder: str, fields: dict) -> bool:
+    """Train with the modules in `folder`, and write no report. Returns whether the run is complete."""
+    become(folder)
+    import train
+    from configs import Config
+
+    assert train.__file__.startswith(folder)
+    run = train.prepare(Config(**fields))
+    complete = train.train(run)
+    if complete:
+        train.finish(run)
+    run.grader.close()
+    run.log.close()
+    return complete
+
+
+def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
+    """Metrics of a run of the fork with these changes of the config. Every step's samples are saved.
+    `complete`: whether the run must reach its last step."""
+    fields = dataclasses.asdict(cfg) | dict(eval_data=(), eval_every=1, save_every=1) | changes
+    assert run_ranks(world, train_with, folder, fields) == [complete] * world
+    return read_metrics(Path(fields["out"]))
+
+
+def saved(out: Path, step: int, who: str, model: str, suffix: str = "") -> dict[str, torch.Tensor]:
+    """Weights of the checkpoint after `step` steps by name, in fp32; with a suffix, the optimizer's state."""
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {
+        name + suffix: torch.empty(x.shape) for name, x in load_file(f"{model}/model.safetensors").items()
+    }
+    reader = dcp.HuggingFaceStorageReader(ckpt.step_folder(out, step))
+    dcp.load({who: tensors}, storage_reader=reader, no_dist=True)
+    return {name.removesuffix(suffix): x for name, x in tensors.items()}
+
+
+def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) -> None:
+    """Continue a copy of run `out` after its first step: metrics and weights are the uninterrupted run's."""
+    copy = out.with_name("resumed")
+    shutil.copytree(out / "ckpt/step_000001", copy / "ckpt/step_000001")
+    (copy / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert maths(run_fork(folder, cfg, world, out=str(copy), steps=2)) == maths(rows)
+    ours, theirs = saved(copy, 2, "policy", cfg.model), saved(out, 2, "policy", cfg.model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def samples_at(out: Path, step: int) -> list[dict]:
+    """All samples of a step, as the run saved them."""
+    rows = [json.loads(line) for line in open(out / f"samples/step_{step:06d}.jsonl", encoding="utf-8")]
+    assert len(rows) == 32
+    return rows
+
+
+def test_a_moving_average_as_the_reference(base, tmp_path):
+    """After each step the reference is the hand-computed average of the policies, and the KL uses it."""
+    out = tmp_path / "run"
+    rows = run_fork(fork(tmp_path, AVERAGE), base, out=str(out), kl_coef=0.001, ref_refresh=True, steps=3)
+    start = load_file(f"{base.model}/model.safetensors")
+    average = {name: x.double() for name, x in start.items()}
+    for step in (1, 2, 3):
+        policy, ref = (saved(out, step, who, base.model) for who in ("policy", "ref"))
+        for name in average:
+            average[name] += 0.01 * (policy[name].double() - average[name])
+            assert (ref[name] - average[name]).abs().max() < 3e-7, (step, name)
+    assert max(float((ref[name] - start[name]).abs().max()) for name in start) > 1e-5
+    assert abs(rows[0]["kl"]) < 1e-9 and 0 < rows[1]["kl"] < rows[2]["kl"]
+
+
+def test_another_metric(base, tmp_path):
+    """The mean number of digits of the step's responses, as counted in the samples that the run saved."""
+    out = tmp_path / "run"
+    rows = run_fork(fork(tmp_path, DIGITS), base, out=str(out), steps=2)
+    for step in (0, 1):
+        counts = [sum(c in "0123456789" for c in s["response"]) for s in samples_at(out, step)]
+        assert rows[step]["digits"] == pytest.approx(sum(counts) / 32) and sum(counts) > 0
+
+
+LATE = '''
+from pathlib import Path
+
+def late(response, answer, kind):
+    """1 from the third step on. A response that is cut scores 0 without it."""
+    return float((Path(__file__).parent / "run/metrics.jsonl").read_text().count("\\n") >= 2)
+'''
+
+
+def test_another_stop_rule(base, tmp_path):
+    """The run stops after the first step whose reward is over 0.99. That step is saved, and exports."""
+    folder, out = fork(tmp_path, STOP), tmp_path / "run"
+    (tmp_path / "late.py").write_text(LATE)
+    rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=f"{tmp_path}/late.py:late")
+    assert 2 < len(rows) < 9 and [r["step"] for r in rows] == list(range(len(rows)))
+    assert rows[-1]["reward"] > 0.99 and all(r["reward"] <= 0.99 for r in rows[:-1])
+    assert ckpt.complete(out)[-1] == ckpt.step_folder(out, len(rows)) and not (out / "export").exists()
+    ckpt.main(["export", str(out), str(len(rows)), str(tmp_path / "exported")])
+    policy = saved(out, len(rows), "policy", base.model)
+    for name, x in load_file(tmp_path / "exported/model.safetensors").items():
+        assert torch.equal(x, policy[name].bfloat16())
+
+
+def test_another_optimizer(base, tmp_path):
+    """RMSprop's first update is its formula's. All of its state is saved: a resumed run has the bits of an
+    uninterrupted one."""
+    folder, out = fork(tmp_path, RMSPROP), tmp_path / "run"
+    rows = run_fork(folder, base, out=str(out), steps=2)
+    start, lr = load_file(f"{base.model}/model.safetensors"), rows[0]["lr/policy"]
+    weights, square, buffer = (saved(out, 1, "policy", base.model, suffix)
+                               for suffix in ("", ".square_avg", ".momentum_buffer"))
+    for name, x in start.items():
+        assert (x - lr * buffer[name] - weights[name]).abs().max() < 1e-7
+        # The first square average is 0.01 g², so the buffer is g / (0.1 |g| + 1e-8).
+        g = square[name].double().sqrt() / 0.1
+        assert torch.allclose(buffer[name].abs().double(), g / (0.1 * g + 1e-8), rtol=1e-3)
+    assert max(float(x.max()) for x in square.values()) > 1e-8
+    check_resume(folder, base, out, rows)
+
+
+def test_a_second_reward_part(base, tmp_path):
+    """The part is logged as reward/brevity. Training maximises the sum: with lambda and gamma 1, the return
+    of every token is its sample's score."""
+    out = tmp_path / "run"
+    rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2)
+    for step in (0, 1):
+        samples = samples_at(out, step)
+        lengths = [s["tokens"] for s in samples]
+        scores = [s["reward"] - 0.001 * s["tokens"] for s in samples]
+        row, total = rows[step], sum(n * score for n, score in zip(lengths, scores, strict=True))
+        assert row["reward"] == pytest.approx(sum(s["reward"] for s in samples) / 32)
+        assert row["reward/brevity"] == pytest.approx(-0.001 * sum(lengths) / 32)
+        assert row["returns"] == pytest.approx(total / sum(lengths), rel=1e-4)
+        assert row["reward/overlong"] == 0
+
+
+def test_a_part_of_the_layers(base, tmp_path):
+    """Frozen layers keep their bits and have no optimizer state; all other weights move. Resume works. On two
+    ranks, so that layers are sharded."""
+    edits = [(file, old, new.replace("[:20]", "[:1]")) for file, old, new in LAYERS]
+    folder, out = fork(tmp_path, edits), tmp_path / "run"
+    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
+    start, end = load_file(f"{base.model}/model.safetensors"), saved(out, 2, "policy", base.model)
+    frozen = {name for name in start if name.startswith("model.layers.0.")}
+    assert len(frozen) == 12 < len(start) - 12
+    for name, x in start.items():
+        assert torch.equal(x, end[name]) == (name in frozen), name
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(ckpt.step_folder(out, 2))
+    keys = set(reader.read_metadata().state_dict_metadata)
+    assert {name for name in start if f"policy.{name}.exp_avg" in keys} == set(start) - frozen
+    check_resume(folder, base, out, rows, world=2)

@@ -1,47 +1,51 @@
-"""What a person sees: alarms that begin, and no others; a report that escapes what models write; runs told apart."""
+"""What a run writes while it goes on: alarms that are raised once and not without a cause; rows that a full
+disk or a killed run does not spoil; a table that explains every metric."""
 
 import dataclasses
 import io
-import json
 import re
 import sys
-from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+import torch
+from conftest import ROOT, run
 
-import log
-from configs import PRESETS
-from log import Logger, alarms, begun, compare, differences, main, read_metrics, read_rows, report, story
+from configs import PRESETS, read_jsonl
+from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
 
 PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """A run like the demo's: reward rises to 0.97, entropy falls and responses grow as the policy becomes sure."""
+    """Metrics of a run like the demo's: reward rises to 0.97, entropy falls and responses grow."""
     rows = []
     for i in range(steps):
-        far = 0.6**i  # of the way still to go
+        left = 0.6**i  # share of the way that is left
         rows.append({
-            "step": i, "reward": 0.97 - 0.43 * far, "response_len": 20.5 - 6 * far, "truncated": 0.0,
-            "entropy": 0.014 + 0.19 * far, "uniform_groups": 0.85 * (1 - far), "explained_variance": -0.01 - 6 * far,
-            "clip_share": 0.02, "ess": 1.0, "logp_gap/mean": 3e-7, "grade/error": 0.0, "grade/timeout": 0.0,
-            "time/step": 2.0 + (i % 20 == 0), "time/rollout": 1.0, "time/policy": 1.0})
+            "step": i, "reward": 0.97 - 0.43 * left, "response_len": 20.5 - 6 * left, "truncated": 0.0,
+            "entropy": 0.014 + 0.19 * left, "uniform_groups": 0.85 * (1 - left),
+            "explained_variance": -0.01 - 6 * left, "clip_share": 0.02, "ess": 1.0, "logp_gap/mean": 3e-7,
+            "grade/error": 0.0, "grade/timeout": 0.0, "time/step": 2.0 + (i % 20 == 0), "time/rollout": 1.0,
+            "time/policy": 1.0})
     return rows
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """A run that is half-way: reward 0.6, entropy 0.3, groups of all kinds."""
-    return [r | {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3, "response_len": 400.0}
-            for r in healthy(steps)]
+    """Metrics of a run that is half-way: reward 0.6, entropy 0.3, some groups uniform."""
+    values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
+              "response_len": 400.0}
+    return [row | values for row in healthy(steps)]
 
 
 def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
     """(step, text) of every alarm of a run."""
-    return [(rows[i]["step"], text) for i in range(len(rows)) for text in begun(rows[:i + 1], cfg)]
+    return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-WRONG = {  # what goes wrong, within how many steps it is told, and the number and the knob that are named
-    "entropy": ({"entropy": 0.02}, 5, ["0.02", "0.3 at", "--policy_lr"]),
+# alarm: the metrics that raise it, within how many steps, and the numbers and flags that its line has
+WRONG = {
+    "entropy": ({"entropy": 0.02}, 5, ["0.02", "first step 0.3", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "0.60 to 0.50", "--policy_lr"]),
     "truncated": ({"truncated": 0.9}, 5, ["%", "--max_response_len 48"]),
     "uniform": ({"uniform_groups": 0.95}, 5, ["%", "--samples_per_prompt"]),
@@ -49,7 +53,7 @@ WRONG = {  # what goes wrong, within how many steps it is told, and the number a
     "clip": ({"clip_share": 0.5}, 5, ["%", "--policy_updates"]),
     "gap": ({"logp_gap/mean": 0.05}, 5, ["nats", "--max_logp_gap 0.1"]),
     "ess": ({"ess": 0.5}, 5, ["%", "--tis_clip"]),
-    "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["%", "--grade_deadline 5"]),
+    "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["10%", "20%", "--grade_deadline", "now 5"]),
 }
 
 
@@ -60,19 +64,21 @@ def test_a_healthy_run_raises_no_alarm():
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_alarm_is_raised_once_when_its_cause_begins_and_again_only_after_it_had_gone(name):
+def test_an_alarm_is_raised_when_its_cause_begins_and_again_only_after_it_was_gone(name):
     bad, within, words = WRONG[name]
     rows = learning(110)
     for i in (*range(40, 60), *range(90, 110)):
         rows[i] |= bad
     said = [step for step, _ in raised(rows)]
-    assert len(said) == 2 and all(start <= step < start + within for start, step in zip((40, 90), said, strict=True)), said
+    assert len(said) == 2, said
+    assert all(start <= step < start + within for start, step in zip((40, 90), said, strict=True)), said
     last = alarms(rows[:60], PPO)
-    assert list(last) == [name] and all(w in last[name] for w in words) and "\n" not in last[name], last
+    assert list(last) == [name] and "\n" not in last[name]
+    assert all(word in last[name] for word in words), last
 
 
-def test_what_one_step_shows_is_no_alarm():
-    for name in WRONG.keys() - {"grading", "gap"}:  # whose limits are a tenth of what they are here
+def test_a_single_odd_step_raises_no_alarm():
+    for name in WRONG.keys() - {"grading", "gap"}:  # here these are ten times their limits
         rows = learning()
         rows[40] |= WRONG[name][0]
         assert raised(rows) == []
@@ -87,7 +93,7 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 
 
 @pytest.mark.parametrize("name", ["entropy", "length", "uniform", "critic"])
-def test_what_convergence_brings_is_no_alarm(name):
+def test_success_raises_no_alarm(name):
     rows = [r | {"reward": 0.95} for r in learning()]
     for r in rows[40:]:
         r |= WRONG[name][0] | {"reward": 0.95}
@@ -95,10 +101,10 @@ def test_what_convergence_brings_is_no_alarm(name):
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
-    """The folder `out` with these metrics logged from step `start` on."""
+    """The Logger of the folder `out`, after these metrics were logged, from step `start` on."""
     logger = Logger(out, cfg, True, start, {"torch": "2"})
-    for r in rows:
-        logger.step(r["step"], {k: v for k, v in r.items() if k != "step"})
+    for row in rows:
+        logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
     return logger
 
 
@@ -111,11 +117,13 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
     whole.alarm("a save failed")
     whole.alarm("")
     said = capsys.readouterr().out
-    kept = read_rows(tmp_path / "whole" / "alarms.jsonl")
+    kept = read_jsonl(tmp_path / "whole" / "alarms.jsonl")
     assert len(kept) == 5 and kept[-1] == {"step": 50, "text": "a save failed"}
-    assert all(r["text"] in said for r in kept) and said.count("!! ") == 5
-    assert {r["step"] for r in kept[:2]} < set(range(15, 25)) and {r["step"] for r in kept[2:4]} < set(range(40, 50))
-    for stop, start in ((44, 43), (30, 16), (50, 20)):  # killed after `stop` steps; `start` of them are in its checkpoint
+    assert all(row["text"] in said for row in kept) and said.count("!! ") == 5
+    steps = [row["step"] for row in kept[:4]]
+    assert all(15 <= step < 25 for step in steps[:2]) and all(40 <= step < 50 for step in steps[2:])
+    # Killed after `stop` steps, of which `start` are in the checkpoint.
+    for stop, start in ((44, 43), (30, 16), (50, 20)):
         out = tmp_path / f"{stop}-{start}"
         out.mkdir()
         written(out, rows[:stop])
@@ -128,133 +136,15 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    logger = written(tmp_path, learning(2))
-    logger.files["alarms"].close()
-    logger.files["alarms"] = logger.files["metrics"] = open("/dev/full", "ab", buffering=0)
+    logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
+    for file in files:
+        file.rename(f"{file}.kept")
+        file.symlink_to("/dev/full")
     logger.step(2, {"reward": 0.5})
-    logger.files["metrics"] = (tmp_path / "metrics.jsonl").open("ab", buffering=0)
+    for file in files:
+        Path(f"{file}.kept").replace(file)
     logger.step(3, {"reward": 0.5})
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2, 3]
-
-
-class Page(HTMLParser):
-    """The elements, addresses and texts of a page; texts of <pre> apart."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags, self.addresses, self.handlers, self.pre, self.text, self.inside = set(), [], [], [], "", False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.addresses += [v for k, v in attrs if k in ("src", "href", "srcset", "action")]
-        self.handlers += [k for k, _ in attrs if k.startswith("on")]
-        if tag == "pre":
-            self.inside = True
-            self.pre.append("")
-
-    def handle_endtag(self, tag):
-        self.inside = self.inside and tag != "pre"
-
-    def handle_data(self, data):
-        self.text += data
-        if self.inside:
-            self.pre[-1] += data
-
-
-EVIL = "</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &amp; $title \u2028 next \x85 \"' 7 < 8"
-
-
-def sample(slot, index, right, text=EVIL, **more) -> dict:
-    return dict(slot=slot, index=index, problem=f"<b>problem</b> {slot}", gold=f"gold<{slot}>", response=text,
-                answer="7<8" if right else None, reward=float(right), reason="correct" if right else "unparsed", stopped=right,
-                tokens=8, **more)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A small run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a plan."""
-    out = tmp_path_factory.mktemp("runs") / "small<run>"
-    out.mkdir()
-    cfg = dataclasses.replace(PPO, out=str(out), steps=24)
-    logger = Logger(out, cfg, True, 0, {"torch": "2"})
-    logger.plan({"ranks": "2", "a step": "<i>32 prompts</i>"})
-    for r in healthy(24):
-        step = r.pop("step")
-        if step % 12 == 0:
-            r |= {"eval/aime/avg@1": 0.3 + step / 100, "eval/aime/response_len": 20.0}
-            logger.rows("samples", step, [sample(i // 2, i % 2, i % 2 == 0, f"{step}.{i} {EVIL}") for i in range(4)])
-            logger.rows("eval", step, [sample(i, 0, step > 0, f"eval {step}.{i} {EVIL}", set="aime<x>") for i in range(3)])
-        logger.step(step, r)
-    logger.alarm("the <b>disk</b> is full", 12)
-    logger.step(24, {"eval/aime/avg@1": 0.9})
-    logger.close()
-    return out
-
-
-def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_loads(folder):
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.tags <= {"html", "meta", "title", "style", "h1", "h2", "h3", "table", "tr", "td", "th", "p", "div", "img",
-                         "details", "summary", "small", "article", "b", "pre", "code"}
-    assert not page.handlers and all(a.startswith("data:image/png;base64,") for a in page.addresses)
-    assert not re.search(r"url\(|@import|https?://", text)
-    written = [r for kind in ("samples", "eval") for f in (folder / kind).iterdir() for r in read_rows(f)]
-    assert len(written) == 14 and all(page.pre.count(r["response"]) == 1 for r in written)
-    assert all(r["problem"] in page.text and r["gold"] in page.text for r in written)
-    assert page.text.count("✓ correct") == 4 + 3 and page.text.count("✗ unparsed") == 4 + 3
-    assert all(r["text"] in page.text for r in read_rows(folder / "alarms.jsonl"))
-    assert all(k in page.text for r in read_metrics(folder) for k in r)
-    assert all(f.name in page.text for f in dataclasses.fields(PPO))
-    assert "small<run>" in page.text and "<i>32 prompts</i>" in page.text
-    assert len(page.addresses) == sum(bool(log.keys_of(read_metrics(folder), p)) for _, p, _ in log.PANELS)
-
-
-def test_the_story_tells_texts_with_ends_of_lines_of_their_own(folder):
-    assert "aime/avg@1    0.300    0.900" in story(folder) and "problem</b> 2" in story(folder)
-    assert "1\n  step 12: the <b>disk</b> is full" in story(folder)
-
-
-def test_a_run_that_only_began_has_a_report(tmp_path):
-    """One step; a folder of which only metrics.jsonl is left."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
-    assert "None was raised" in report(tmp_path).read_text(encoding="utf-8")
-
-
-def test_two_runs_differ_in_just_the_fields_in_which_they_differ(tmp_path):
-    changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
-    for name, cfg, rows in (("a", PPO, healthy(20)), ("b", dataclasses.replace(PPO, **changes), learning(30))):
-        (tmp_path / name).mkdir()
-        rows[-1] |= {"eval/e/avg@1": 0.5}
-        rows[10] |= {"eval/e/avg@1": 0.75}
-        written(tmp_path / name, rows, cfg=dataclasses.replace(cfg, out=str(tmp_path / name)))
-    runs = [tmp_path / "a", tmp_path / "b"]
-    found = differences(runs)
-    assert set(found) == set(changes) and found["algo"] == ['"ppo"', '"grpo"']
-    assert differences([runs[0], runs[0]]) == {}
-    cells = {cells[0]: cells[1:] for cells in (re.split(" {2,}", line) for line in compare(runs).splitlines())}
-    assert cells[""] == ["a", "b"] and cells["eval/e/avg@1, last"] == ["0.500", "0.500"]
-    assert cells["eval/e/avg@1, best"] == ["0.750 at step 10", "0.750 at step 10"]
-    assert cells["steps"] == ["20", "30"] and cells["steps to reward 0.9"] == ["4", "–"]
-    assert cells["seconds a step (median)"] == ["2.00", "2.00"]
-    main([*map(str, runs), "--out", str(tmp_path / "both.png")])
-    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("argv,words", [
-    ([], ["no run given", "python log.py RUN"]),
-    (["/no/such/run"], ["no folder /no/such/run", "train.py's --out"]),
-    (["EMPTY"], ["no metrics in", "metrics.jsonl"]),
-    (["RUN", "EMPTY"], ["no metrics in"]),
-    (["RUN", "--curves"], ["--curves", "python log.py RUN"]),
-    (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
-    (["RUN", "RUN", "--out", "x.what"], ["what"]),
-])
-def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
-    with pytest.raises(SystemExit) as e:
-        main([str({"EMPTY": tmp_path, "RUN": folder}.get(a, a)) for a in argv])
-    assert isinstance(e.value.code, str) and e.value.code.startswith("log.py: ") and "\n" not in e.value.code
-    assert all(w in e.value.code for w in words), e.value.code
 
 
 class Terminal(io.StringIO):
@@ -273,17 +163,87 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
     step()
     said = capsys.readouterr()
-    assert said.err == "" and [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"]
+    assert said.err == ""
+    assert [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"]
     monkeypatch.setattr(sys, "stderr", Terminal())
     step()
     assert "Actor Train epoch [1/1]: 100%" in sys.stderr.getvalue() and "2/24" in sys.stderr.getvalue()
-    assert re.search(r"\n\rActor Train", sys.stderr.getvalue())  # a line below
+    assert re.search(r"\n\rActor Train", sys.stderr.getvalue())  # one line below the other
 
 
-def test_every_metric_of_a_run_has_its_meaning_in_the_readme():
-    named = """reward response_len truncated uniform_groups tokens grade/correct grade/timeout values returns value_loss entropy
-        grad_norm/critic lr/critic skipped_updates logp_gap/mean logp_gap/p99 logp_gap/max tis/mean policy_loss clip_share kl
-        grad_norm/policy lr/policy explained_variance ess time/rollout time/step tokens_per_s mfu mem/host_peak_gb
-        mem/device_peak_gb eval/aime/avg@16 eval/aime/pass@16 eval/aime/response_len eval/aime/truncated""".split()
-    for key in named:
-        assert any(re.search(f"(^|/){p}$", key) and text for p, text in log.glossary().items()), key
+def test_a_meter_divides_sums_by_counts_over_all_ranks():
+    """Means of all values, not means of means; the 99th percentile within 2.3 %, at most the maximum."""
+    values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
+    meters = [Meter() for _ in values]
+    for meter, x in zip(meters, values, strict=True):
+        meter.add_quantiles("gap", x)
+        meter.add("tokens", len(x), 0)
+        meter.add("nothing", 0, 0)
+        meter.add_max("peak", len(x))
+    sums = sum(torch.cat(list(meter.sums.values())) for meter in meters)
+    peaks = torch.stack([torch.stack(list(meter.peaks.values())) for meter in meters]).amax(0)
+    found, every = meters[0].reduce(lambda _: sums, lambda _: peaks), torch.cat(values)
+    assert found["tokens"] == 350 and found["nothing"] == 0 and found["peak"] == 300
+    assert found["gap/mean"] == pytest.approx(every.mean().item(), rel=1e-5)
+    assert found["gap/max"] == pytest.approx(every.max().item())
+    exact = every.sort().values[int(0.99 * len(every) - 1e-6)].item()
+    assert exact <= found["gap/p99"] <= 1.0234 * exact
+    one = Meter()
+    one.add_quantiles("gap", torch.full((9,), 0.5))
+    assert one.reduce(lambda x: x, lambda x: x) == {"gap/mean": 0.5, "gap/p99": 0.5, "gap/max": 0.5}
+
+
+# --- the table of metrics: docs/metrics.md has it, and it has every metric of a run
+
+ROWS = [line.split(" | ") for line in METRICS.strip().splitlines()]
+# Metrics that only some settings bring, and the settings.
+ONLY = {
+    "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
+    "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
+    "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
+ELSEWHERE = {"mfu", "time/selfcheck"}  # CUDA's, and vLLM's
+
+
+def test_the_docs_have_the_table_of_metrics():
+    assert all(len(row) == 3 and all(row) for row in ROWS) and len({row[0] for row in ROWS}) == len(ROWS) > 50
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", text, re.M)
+    assert [list(row) for row in rows] == ROWS
+
+
+@pytest.fixture(scope="module")
+def unusual(base, tmp_path_factory):
+    """Metrics of a step with all the settings of ONLY."""
+    settings = {k: v for only in ONLY.values() for k, v in only.items()}
+    cfg = dataclasses.replace(base, steps=1, eval_every=1, **settings)
+    return run(cfg, tmp_path_factory.mktemp("only") / "run")[0]
+
+
+def test_the_table_is_the_metrics_of_a_run(two_ranks, unusual):
+    """Each metric of a run is in the table, once. Each row of the table is a metric of every run, or of a run
+    with the settings of ONLY."""
+    usual, special = ({key for row in rows for key in row} for rows in (two_ranks[1], unusual))
+    patterns = dict(zip((row[0] for row in ROWS), metric_meanings(), strict=True))
+    for key in usual | special:
+        assert sum(bool(re.fullmatch(p, key)) for p in patterns.values()) == 1, f"{key}: not once in METRICS"
+    for name, pattern in patterns.items():
+        in_usual = any(re.fullmatch(pattern, key) for key in usual)
+        in_special = any(re.fullmatch(pattern, key) for key in special)
+        if name in ONLY:
+            assert in_special and not in_usual, f"{name} comes with {ONLY[name]} alone"
+        else:
+            assert in_usual or name in ELSEWHERE, f"no run has {name}"
+
+
+def test_the_table_has_every_phase_and_reason():
+    from reward import REASONS
+
+    names = {row[0] for row in ROWS}
+    source = "".join((ROOT / f).read_text(encoding="utf-8") for f in ("train.py", "checks.py")
+                     if (ROOT / f).is_file())
+    phases = re.findall(r'phase\("(\w+)"\)', source)
+    # wake, sync and sleep come from the engine's ledger, step from the clock.
+    assert {n for n in names if n.startswith("time/")} == {f"time/{p}" for p in (
+        *phases, "wake", "sync", "sleep", "step")}
+    assert {n for n in names if n.startswith("grade/")} == {f"grade/{reason}" for reason in REASONS}
+    assert all(f'"{name}"' in source for name in ELSEWHERE if "selfcheck" not in name)

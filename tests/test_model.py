@@ -1,4 +1,4 @@
-"""Models on packs: no leaks between segments, the logits of Hugging Face's own classes, chunked log-probs, loading."""
+"""Models on packs: parity with Hugging Face's own classes, no leaks between segments, memory, loading."""
 
 import pytest
 import torch
@@ -16,10 +16,12 @@ def folder(request):
     return request.getfixturevalue(request.param)
 
 
-def test_packed_log_probs_are_those_of_each_sequence_alone(folder):
+def test_packed_log_probs_equal_those_of_each_sequence_alone(folder):
+    """Log-probs and entropies of a pack, against Hugging Face's model on one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    hf, policy, samples = AutoModelForCausalLM.from_pretrained(folder), model.load_policy(folder), make_samples(9)
+    hf, policy = AutoModelForCausalLM.from_pretrained(folder), model.load_policy(folder)
+    samples = make_samples(9)
     with torch.no_grad():
         logp, entropy = model.logprobs(policy, data.pack(samples), temperature=0.7)
         at = 0
@@ -35,26 +37,28 @@ def test_packed_log_probs_are_those_of_each_sequence_alone(folder):
 
 
 def test_nothing_leaks_between_segments(tiny):
+    """The log-probs of a segment do not depend on the segments before it."""
     policy, samples = model.load_policy(tiny), make_samples(6)
     with torch.no_grad():
         both = model.logprobs(policy, data.pack(samples), 1.0)[0]
-        head = sum(s.length for s in samples[:3])
+        start = sum(s.length for s in samples[:3])
         alone = model.logprobs(policy, data.pack(samples[3:]), 1.0)[0]
-        other = model.logprobs(policy, data.pack(make_samples(3, seed=9) + samples[3:]), 1.0)[0]
-    assert (both[head:] - alone).abs().max() < 1e-5
-    assert (other[-len(alone):] - alone).abs().max() < 1e-5
+        after_others = model.logprobs(policy, data.pack(make_samples(3, seed=9) + samples[3:]), 1.0)[0]
+    assert (both[start:] - alone).abs().max() < 1e-5
+    assert (after_others[-len(alone):] - alone).abs().max() < 1e-5
 
 
-def test_packed_gradients_are_padded_gradients(tiny):
+def test_packed_gradients_equal_padded_gradients(tiny):
     """Against Hugging Face's model on a padded batch with an attention mask."""
     from transformers import AutoModelForCausalLM
 
-    hf, policy, samples = AutoModelForCausalLM.from_pretrained(tiny), model.load_policy(tiny), make_samples(7)
+    hf, policy = AutoModelForCausalLM.from_pretrained(tiny), model.load_policy(tiny)
+    samples = make_samples(7)
     p = data.pack(samples)
     g = torch.randn(len(p.tokens), generator=torch.Generator().manual_seed(0))
     (model.logprobs(policy, p, 1.0)[0] * g).sum().backward()
     width = max(s.length for s in samples)
-    ids, mask = torch.zeros(len(samples), width, dtype=torch.long), torch.zeros(len(samples), width, dtype=torch.long)
+    ids, mask = torch.zeros(2, len(samples), width, dtype=torch.long)
     for i, s in enumerate(samples):
         ids[i, :s.length], mask[i, :s.length] = torch.tensor([*s.prompt, *s.ids]), 1
     logp = hf(ids, attention_mask=mask).logits.log_softmax(-1)
@@ -70,22 +74,25 @@ def test_packed_gradients_are_padded_gradients(tiny):
         assert (param.grad - want[name].grad).norm() < 1e-5 * (want[name].grad.norm() + 1e-3), name
 
 
-def test_what_is_computed_once_has_the_values_and_gradients_of_what_is_computed_each_time(tiny):
-    p, found = data.pack(make_samples(16)), []
-    every = torch.arange(len(p.tokens))
-    assert len(p.computed) < len(every)
-    for q in (p, data.replace(p, computed=every, source=every)):
+def test_shared_prefixes_change_no_value_and_no_gradient(tiny):
+    """A pack with shared prefixes, and the same pack with every token computed, give the same numbers."""
+    p, results = data.pack(make_samples(16)), []
+    all_tokens = torch.arange(len(p.tokens))
+    assert len(p.unique) < len(all_tokens)
+    for q in (p, data.replace(p, unique=all_tokens, inverse=all_tokens)):
         policy, critic = model.load_policy(tiny), model.load_critic(tiny)
         logp, entropy = model.logprobs(policy, q, 0.7)
         v = model.values(critic, q)
         (logp * q.engine_logp + entropy + v * v).sum().backward()
-        found.append([logp, entropy, v, *(x.grad for m in (policy, critic) for x in m.parameters())])
-    for a, b in zip(*found, strict=True):
+        gradients = [x.grad for m in (policy, critic) for x in m.parameters()]
+        results.append([logp, entropy, v, *gradients])
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() < 1e-5 * (b.norm() + 1e-3)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunked_log_probs_are_the_full_softmax(chunk, monkeypatch):
+def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
+    """Values and gradients, with chunks of one token, of seven, and of all."""
     monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
@@ -104,27 +111,28 @@ def test_chunked_log_probs_are_the_full_softmax(chunk, monkeypatch):
 
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch):
-    """Four times the tokens take no more, and no more than plan.py counts; all logits at once would be 0.3 and 1.3 GB."""
+    """Four times the tokens take no more memory, and no more than plan.py counts. All logits at once would
+    take 0.3 and 1.3 GB."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 40 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
-    def taken(tokens: int) -> int:
+    def peak(tokens: int) -> int:
         hidden, targets = torch.randn(tokens, 8, requires_grad=True), torch.arange(tokens)
 
         def work() -> None:
             logp, entropy = model.ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
             (logp + entropy).sum().backward()
 
-        work()  # what the first pass leaves behind isn't the second's
+        work()  # the first pass allocates memory that stays
         return peak_memory(work, torch.device("cpu"))
 
-    few, many = taken(4096), taken(16384)
-    assert 0.9 * chunk < few < plan.CHUNKS * chunk + 2**24
-    assert many < plan.CHUNKS * chunk + 2**24 and abs(many - few) < chunk / 2
+    few, many = peak(4096), peak(16384)
+    assert 0.9 * chunk < few < plan.CHUNKS_ALIVE * chunk + 2**24
+    assert many < plan.CHUNKS_ALIVE * chunk + 2**24 and abs(many - few) < chunk / 2
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):
-    """Changing a token changes no value up to its own, and its segment's later ones."""
+    """A token changes no value up to its position and none of other segments. It changes the later ones."""
     critic, samples = model.load_critic(tiny), make_samples(3)
     p = data.pack(samples)
     at = int(p.mask.nonzero()[3])
@@ -137,13 +145,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
     assert end == at + 1 or (a[at + 1:end] - b[at + 1:end]).abs().max() > 1e-4
 
 
-def test_the_critics_head_has_the_right_spread_and_counts_its_seed(tiny):
+def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
+    """From N(0, 1/(D+1)); equal for equal seeds."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(65 ** -0.5, rel=0.35)
 
 
-def test_folders_that_are_no_model_are_refused_in_one_line(tmp_path, tiny):
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, tiny):
     with pytest.raises(UserError, match="no model folder"):
         model.load_policy(str(tmp_path / "absent"))
     with pytest.raises(UserError, match="config.json"):

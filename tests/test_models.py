@@ -1,4 +1,4 @@
-"""Any dense decoder: one step of PPO on each family with both engines, and its export, which transformers loads."""
+"""Dense decoders of every family: a step of PPO with each engine, and an export that transformers loads."""
 
 import dataclasses
 import json
@@ -10,27 +10,30 @@ from conftest import ROOT, make_model, run_ranks
 from transformers import Qwen2Config
 
 import dist
+import engine_torch
 import model
 import rollout
 from configs import UserError
 
-FAMILIES = {"qwen2": dict(tied=True), "qwen2-untied": dict(tied=False), "qwen3": dict(), "llama": dict(tied=False),
-            "mistral": dict(tied=False)}
+FAMILIES = {"qwen2": dict(tied=True), "qwen2-untied": dict(tied=False), "qwen3": dict(),
+            "llama": dict(tied=False), "mistral": dict(tied=False)}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A tiny random model of each family."""
-    return {name: make_model(tmp_path_factory.mktemp("family") / name, family=name.partition("-")[0], **more)
-            for name, more in FAMILIES.items()}
+    root = tmp_path_factory.mktemp("family")
+    return {name: make_model(root / name, family=name.partition("-")[0], **options)
+            for name, options in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_one_step_of_ppo_and_an_export_of_every_family(engine, folders, base, tmp_path):
-    """Engine and trainer agree within 1e-4 nats on every token, the step changes the weights, and what is exported gives
-    transformers' own classes the log-probs that it gives ours."""
-    cfgs = [dataclasses.replace(base, model=path, out=str(tmp_path / name), engine=engine, steps=1, eval_data=(), save_every=0,
-                                checkpoint_activations=True) for name, path in folders.items()]
+    """Engine and trainer agree within 1e-4 nats on every token. The step changes the weights. The exported
+    model has the same logits in transformers' own classes and in ours."""
+    cfgs = [dataclasses.replace(base, model=path, out=str(tmp_path / name), engine=engine, steps=1,
+                                eval_data=(), save_every=0, checkpoint_activations=True)
+            for name, path in folders.items()]
     for name, rows in run_ranks(1, ranks.trained_in_turn, cfgs)[0].items():
         assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0, name
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -40,11 +43,11 @@ def test_one_step_of_ppo_and_an_export_of_every_family(engine, folders, base, tm
         out = f"{tmp_path / name}/export"
         theirs = AutoModelForCausalLM.from_pretrained(f"{out}/policy", dtype=torch.float32)
         ours = model.load_policy(f"{out}/policy")
-        assert {p.dtype for p in ours.parameters()} == {torch.float32}, name  # masters, though the files are bf16
+        assert {p.dtype for p in ours.parameters()} == {torch.float32}, name  # although the files are bf16
         with torch.no_grad():
             want = theirs(tokens).logits[0]
-            hidden = ours.hidden(tokens, torch.arange(20)[None],
-                                 segments=model.Segments(torch.tensor([0, 20], dtype=torch.int32), 20))[0]
+            segments = model.Segments(torch.tensor([0, 20], dtype=torch.int32), 20)
+            hidden = ours.hidden(tokens, torch.arange(20)[None], segments=segments)[0]
             got = hidden @ ours.lm_head.weight.T
         assert (got - want).abs().max() < 1e-4, name
         before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -55,8 +58,9 @@ def test_one_step_of_ppo_and_an_export_of_every_family(engine, folders, base, tm
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(num_experts=8), "mixture of experts"), (dict(sliding_window=128, use_sliding_window=True), "sliding-window")])
-def test_what_cannot_be_trained_is_refused(change, words, folders, tmp_path):
+    (dict(num_experts=8), "mixture of experts"),
+    (dict(sliding_window=128, use_sliding_window=True), "sliding-window")])
+def test_models_that_cannot_be_trained_are_refused(change, words, folders, tmp_path):
     path = tmp_path / "model"
     path.mkdir()
     for file in ("model.safetensors", "config.json"):
@@ -68,27 +72,30 @@ def test_what_cannot_be_trained_is_refused(change, words, folders, tmp_path):
 
 
 @pytest.mark.parametrize("rope,known", [
-    (dict(rope_type="default"), 32768), (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
+    (dict(rope_type="default"), 32768),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
     (dict(rope_type="linear", factor=2.0), 65536)])
-def test_how_long_a_sequence_a_model_knows(rope, known):
+def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
     config = Qwen2Config(max_position_embeddings=32768, rope_parameters=dict(rope_theta=1e6) | rope)
-    assert rollout.positions(config) == known
+    assert rollout.max_positions(config) == known
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_in_fewer_operations_is_decoding_by_modules(family, folders, base, monkeypatch):
-    """Ragged prompts, sampled: the same tokens and log-probs as of a model type that Decoder doesn't know."""
-    path, tokenizer, policy = folders[family], model.load_tokenizer(folders[family]), model.load_policy(folders[family])
+def test_the_fused_decoder_equals_the_modules(family, folders, base, monkeypatch):
+    """Prompts of different lengths give the same tokens and log-probs with it and through the modules."""
+    path = folders[family]
+    tokenizer, policy = model.load_tokenizer(path), model.load_policy(path)
 
     def sampled() -> tuple[bool, dict]:
-        engine = rollout.TorchEngine(path, tokenizer, base)
+        engine = engine_torch.TorchEngine(path, tokenizer, base)
         with engine.awake(dist.full_weights(policy), version=0):
-            drawn = engine.generate({0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0)
-            return bool(engine.decoder.layers), {(s.slot, s.index): (s.ids.tolist(), torch.tensor(s.logp)) for s in drawn}
+            samples = list(engine.generate({0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0))
+        responses = {(s.prompt_id, s.sample_id): (s.ids.tolist(), torch.tensor(s.logp)) for s in samples}
+        return engine.decoder.fused, responses
 
-    known, ours = sampled()
-    monkeypatch.setattr(rollout, "LLAMA_LIKE", ())
-    by_modules, theirs = sampled()
-    assert known and not by_modules and len(ours) == 6
+    fused, ours = sampled()
+    monkeypatch.setattr(engine_torch, "LLAMA_LIKE", ())
+    still_fused, theirs = sampled()
+    assert fused and not still_fused and len(ours) == 6
     for key, (ids, logp) in theirs.items():
         assert ours[key][0] == ids and (ours[key][1] - logp).abs().max() < 1e-5

@@ -1,4 +1,4 @@
-"""The plan against what is: parameters, bytes of state and of checkpoints; its batches; what it refuses; how it prints."""
+"""The plan against measured values: parameters, bytes of state and checkpoints. Batches, refusals, output."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model, run_ranks
@@ -21,8 +22,8 @@ import train
 from configs import PRESETS, parse
 from log import Logger, Meter
 
-DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=112,
-            num_hidden_layers=3)
+DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=112, num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("family,more", [
@@ -32,7 +33,7 @@ DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value
     ("mistral", dict(tie_word_embeddings=True)), ("mistral", dict(head_dim=40)),
 ])
 def test_parameters_are_counted_exactly(family, more, tmp_path):
-    """From config.json as it lies on the disk: the language model's and, with one number as its head, the critic's."""
+    """From a config.json file: parameters of the language model, and of the critic with a scalar head."""
     config = AutoConfig.for_model(family, **DIMS | more)
     config.save_pretrained(tmp_path)
     shape = plan.read_shape(str(tmp_path))
@@ -41,7 +42,8 @@ def test_parameters_are_counted_exactly(family, more, tmp_path):
         policy = AutoModelForCausalLM.from_config(config)
         config.num_labels = 1
         critic = AutoModelForSequenceClassification.from_config(config)
-    assert (shape.policy, shape.critic) == tuple(sum(p.numel() for p in m.parameters()) for m in (policy, critic))
+    assert shape.policy == sum(p.numel() for p in policy.parameters())
+    assert shape.critic == sum(p.numel() for p in critic.parameters())
     assert shape.layer == sum(p.numel() for p in policy.model.layers[0].parameters())
 
 
@@ -52,7 +54,7 @@ def test_qwen25_7b_has_7_615_616_512_parameters():
             "qwen2", num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
             intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False))
     assert known.policy == 7_615_616_512 == sum(p.numel() for p in real.parameters())
-    # As their model cards have it: 0.49, 1.54, 32.8 and 8.03 billion.
+    # Their model cards say 0.49, 1.54, 32.8 and 8.03 billion.
     assert {k: round(s.policy / 1e7) for k, s in plan.KNOWN.items() if k not in ("7b", "tiny")} == {
         "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
 
@@ -66,7 +68,8 @@ def bytes_of(t: torch.Tensor) -> int:
 
 
 def updated(cfg) -> dict[str, int]:
-    """This rank's bytes of weights, gradients and moments after an update of policy and critic, which it saves then."""
+    """This rank's bytes of weights, gradients and moments after an update of policy and critic. Saves a
+    checkpoint."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
@@ -79,19 +82,22 @@ def updated(cfg) -> dict[str, int]:
         train.update(who, [], 1e-3, 0, cfg, Meter(), log)
         used["weights"] += sum(map(bytes_of, who.model.parameters()))
         used["AdamW"] += sum(bytes_of(v) for s in who.optimizer.state.values() for v in s.values())
-    models = {t.name: (t.model, t.optimizer) for t in (policy, critic)} | {"ref": (ref, None)}
+    models = {t.name: (t.model, t.optimizer) for t in (policy, critic, ref)}
     saver = ckpt.Saver(out, models, cfg, {}, 0, aside=False)
     assert saver.save(1, wait=True) == ""
     return used
 
 
 def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
-    config = AutoConfig.for_model("qwen2", **DIMS | dict(hidden_size=256, intermediate_size=768, vocab_size=2000))
+    larger = dict(hidden_size=256, intermediate_size=768, vocab_size=2000)
+    config = AutoConfig.for_model("qwen2", **DIMS | larger)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    cfg = dataclasses.replace(base, model=str(tmp_path / "model"), out=str(tmp_path / "run"), kl_coef=0.05, ref_refresh=True)
+    cfg = dataclasses.replace(base, model=str(tmp_path / "model"), out=str(tmp_path / "run"), kl_coef=0.05,
+                              ref_refresh=True)
     shape = plan.read_shape(cfg.model)
     for used in run_ranks(2, updated, cfg):
-        said = [plan.at_rest(n, 2) for n in (shape.policy, shape.critic)]
+        instants = dict(plan.memory(plan.Case(cfg, 2, [shape, shape], None)))
+        said = [instants[name] for name in ("policy", "critic")]
         for name, taken in used.items():
             assert taken == pytest.approx(sum(s[name] for s in said), rel=0.01), name
     files = list((tmp_path / "run" / "ckpt" / "step_000001").iterdir())
@@ -102,47 +108,74 @@ def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
 
 def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
     shape = plan.read_shape(base.model)
-    taken = sum((two_ranks[0] / "export" / who / "model.safetensors").stat().st_size for who in ("policy", "critic"))
+    export = two_ranks[0] / "export"
+    taken = sum((export / name / "model.safetensors").stat().st_size for name in ("policy", "critic"))
     assert taken == pytest.approx(plan.disk(base, shape.policy, shape.critic)["exports"], rel=0.03)
 
 
 def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **more) -> plan.Case:
     shape = plan.KNOWN[model]
-    return plan.case_of(parse(argv), world, (shape, shape), plan.GPUS.get(gpu), local=min(world, 8), **more)
+    return plan.Case(parse(argv), world, [shape, shape], plan.GPUS.get(gpu), local=min(world, 8), **more)
 
 
-def memory(c: plan.Case) -> dict[str, plan.Moment]:
-    """By phase: each item at its largest, and "in all" at the fullest moment."""
-    cells = plan.as_dict(plan.sections(c))["memory"]
-    return {phase: {k: v[phase] for k, v in cells.items() if isinstance(v, dict)} for phase in cells["in all"]}
+def memory(c: plan.Case) -> dict[str, plan.Usage]:
+    """The memory rows by phase: each item at its largest, and "total" at the fullest instant."""
+    cells = plan.as_json(plan.rows_of(c))["memory"]
+    return {phase: {k: v[phase] for k, v in cells.items() if isinstance(v, dict)} for phase in cells["total"]}
 
 
 def test_memory_of_a_7b_by_hand():
-    """A GPU of 32: state in shards, the engine's share as the flag says, a token's keys and values in 56 KiB."""
+    """One of 32 GPUs: sharded state, the engine's share as the flag says, 56 KiB of cache per token."""
     c = case("orz-7b", "--layout", "production", world=32)
     use, n, trained = memory(c), 7_615_616_512, 7_615_616_512 + 7_070_622_720
     assert use["policy"]["weights"] == use["policy"]["gradients"] == use["policy"]["AdamW"] / 2 == 4 * n / 32
-    assert use["rollout"]["in all"] - use["rollout"]["beside"] == pytest.approx(0.7 * c.gpu.memory)
-    assert use["rollout"]["engine"] == 2 * n
-    assert c.kv == 57344 and plan.kv_tokens(c) == int(use["rollout"]["KV cache"] / 57344)
+    engine = use["rollout"]["total"] - use["rollout"]["CUDA and idle state"]
+    assert engine == pytest.approx(0.7 * c.gpu.memory)
+    assert use["rollout"]["engine weights"] == 2 * n
+    assert c.kv_bytes == 57344 and plan.kv_tokens(c) == int(use["rollout"]["KV cache"] / 57344)
     assert use["policy"]["logits"] == 3 * 2**28 and use["critic"]["logits"] == 0
     assert use["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
     whole = memory(case("orz-7b", "--layout", "production", "--no_checkpoint_activations", world=32))
     assert whole["policy"]["activations"] > 10 * use["policy"]["activations"]
     stays = memory(case("orz-7b", "--layout", "production", "--no_offload", world=32))
-    assert stays["rollout"]["beside"] - use["rollout"]["beside"] == pytest.approx(12 * trained / 32)
-    assert all(max(v for k, v in p.items() if k != "in all") <= p["in all"] <= sum(p.values()) / 2 for p in use.values())
+    idle = stays["rollout"]["CUDA and idle state"] - use["rollout"]["CUDA and idle state"]
+    assert idle == pytest.approx(12 * trained / 32)
+    for usage in use.values():
+        total = usage.pop("total")
+        assert max(usage.values()) <= total <= sum(usage.values())
+
+
+def test_a_critic_of_another_shape_is_counted_as_itself():
+    """A small critic beside a 7B policy: its own parameters, no logits, fewer bytes, fewer seconds."""
+    seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
+    same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
+                   for critic in (seven, half))
+    assert small.params == {"critic": half.critic, "policy": seven.policy}
+    of_policy = [[usage for phase, usage in plan.memory(c) if phase == "policy"] for c in (same, small)]
+    assert of_policy[0] == of_policy[1] and len(of_policy[0]) > 1
+    assert memory(small)["critic"]["weights"] == 4 * half.critic / 32
+    assert plan.seconds(small, 256, 2000)["critic"] < plan.seconds(same, 256, 2000)["critic"] / 7
+
+
+def test_the_flops_of_a_forward_pass_are_those_of_its_products():
+    """2 FLOP per multiplication of every linear layer, and causal attention's two products. Numbers or
+    arrays."""
+    lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
+    attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
+    flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
+    assert flops.sum() == 2 * params * 8 + attention
+    assert plan.forward_flops(params, layers, heads * head_dim, 8, 34) == flops.sum()
 
 
 # --- batches and seconds
 
 
 def test_the_batches_of_orz_7b():
-    rows = plan.as_dict(plan.sections(case("orz-7b", "--layout", "production", world=32, problems=57000)))
+    rows = plan.as_json(plan.rows_of(case("orz-7b", "--layout", "production", world=32, problems=57000)))
     batches, run = rows["batches"], rows["run"]
-    assert batches["step"] == 128 * 64 == 8192 and batches["step, an engine"] == 256
+    assert batches["samples per step"] == 128 * 64 == 8192 and batches["samples per engine"] == 256
     assert batches["policy update"] == 8192 and batches["critic update"] == pytest.approx(683, abs=0.5)
-    assert batches["critic update, a rank"] == pytest.approx(21.3, abs=0.1) and batches["pack"] == 16384
+    assert batches["critic update a rank"] == pytest.approx(21.3, abs=0.1) and batches["pack"] == 16384
     steps = -(-20 * 57000 // 128)
     assert (run["steps"], run["episodes"], run["policy updates"], run["critic updates"]) == (
         steps, 8192 * steps, steps, 12 * steps)
@@ -162,69 +195,79 @@ def test_seconds_scale_as_their_formulas_do():
     assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
 
 
-# --- what can't be
+# --- does it fit?
 
 
 @pytest.mark.parametrize("how,flag", {
     "long packs": (dict(argv=("orz-7b", "--pack_len", "262144"), world=32), "--pack_len 8192"),
-    "activations": (dict(argv=("orz-7b", "--no_checkpoint_activations"), world=32), "--checkpoint_activations"),
+    "activations": (dict(argv=("orz-7b", "--no_checkpoint_activations"), world=32),
+                    "--checkpoint_activations"),
     "replicas": (dict(argv=("orz-7b", "--shard_ranks", "1"), world=32), "--shard_ranks 0"),
     "no offload": (dict(argv=("orz-7b", "--no_offload", "--engine_share", "0.8")), "--offload"),
     "share": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=32), "--engine_share"),
     "engine": (dict(argv=("orz-32b", "--tp", "1"), world=64, model="32b", gpu="A100-40"), "--tp"),
-    "ranks": (dict(argv=("orz-7b",), world=1), "ranks on 1 machine"),
+    "several flags": (dict(argv=("orz-7b", "--no_offload", "--pack_len", "262144", "--engine_share",
+                                 "0.8")), "--offload --pack_len 8192"),
+    "ranks": (dict(argv=("orz-7b",), world=1), "ranks, 2 a machine"),
+    "ranks and a flag": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=1), "--engine_share 0.25"),
 }.values())
-def test_what_cant_fit_is_refused_with_what_would(how, flag):
-    """And it does fit then."""
-    c = case(*how.pop("argv"), **how)
-    assert plan.misfit(c) and "GiB" in plan.misfit(c)
-    words = plan.fix(c)
+def test_what_cant_fit_is_refused_with_a_remedy_that_fits(how, flag):
+    c = case(*how["argv"], **{k: v for k, v in how.items() if k != "argv"})
+    assert plan.shortage(c) and "GiB" in plan.shortage(c)
+    words = plan.remedy(c)
     assert flag in words, words
-    if words.startswith("--"):
-        names, _, values = words.replace("--", "").partition(" ")
-        value = {"True": True}.get(values or "True") or type(getattr(c.cfg, names))(values)
-        c = dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, **{names: value}))
-    else:
-        c = dataclasses.replace(c, world=int(words.split()[0]), local=8)
-    assert not plan.misfit(c)
+    more, *flags = words.split("--")
+    if more:
+        ranks, _, local, *_ = more.split()
+        c = dataclasses.replace(c, world=int(ranks), local=int(local))
+    for name, _, value in (flag.strip().partition(" ") for flag in flags):
+        value = type(getattr(c.cfg, name))(value or True)
+        c = dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, **{name: value}))
+    assert not plan.shortage(c)
 
 
 def test_the_published_layouts_fit_and_a_debug_one_too():
-    assert not plan.misfit(case("orz-7b", "--layout", "production", world=32))
-    assert not plan.misfit(case("orz-7b", "--layout", "debug", gpu="A100-80", world=8))
-    assert not plan.misfit(case("orz-0.5b-1gpu", world=1, model="0.5b"))
-    assert not plan.misfit(case("orz-32b", world=128, model="32b"))
+    assert not plan.shortage(case("orz-7b", "--layout", "production", world=32))
+    assert not plan.shortage(case("orz-7b", "--layout", "debug", gpu="A100-80", world=8))
+    assert not plan.shortage(case("orz-0.5b-1gpu", world=1, model="0.5b"))
+    assert not plan.shortage(case("orz-32b", world=128, model="32b"))
 
 
 def test_a_machine_with_too_little_memory_is_refused():
     shape = plan.KNOWN["7b"]
-    small = plan.case_of(PRESETS["tiny-ppo"], 2, (shape, shape), None, local=2, host=16 * plan.GIB)
-    assert "2 ranks share 16.0 GiB" in plan.misfit(small)
-    assert not plan.misfit(dataclasses.replace(small, host=2000 * plan.GIB))
+    small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * plan.GIB)
+    assert "a machine has 16.0 GiB for 2 of the ranks" in plan.shortage(small)
+    assert not plan.shortage(dataclasses.replace(small, host=2000 * plan.GIB))
     hosts = case("orz-7b", "--layout", "production", world=32, host=32 * plan.GIB)
-    assert "machine that has 32.0 GiB" in plan.misfit(hosts)
+    assert "machine that has 32.0 GiB" in plan.shortage(hosts)
 
 
 def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
-    """A cache for a million responses of 500,000 tokens: refused on both ranks, in one line, with the flag."""
-    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), max_num_seqs=10**6, max_response_len=500_000, pack_len=600_000,
-                              samples_per_prompt=4000)
+    """A cache for a million responses of 500,000 tokens is refused on both ranks, in one line with the
+    flag."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), max_num_seqs=10**6,
+                              max_response_len=500_000, pack_len=600_000, samples_per_prompt=4000)
     for said in run_ranks(2, run_main, cfg):
         assert "KV cache" in said and "needed: --max_num_seqs" in said and "\n" not in said
     assert not (tmp_path / "o" / "metrics.jsonl").exists()
 
 
-# --- in print
+# --- output
 
 
 def command(*argv: str) -> subprocess.CompletedProcess:
-    """`python configs.py …`, its own processor time and the modules it loaded at the end of what it printed to stderr."""
-    code = ("import runpy, resource, sys; sys.path.insert(0, '.'); sys.argv = ['configs.py', *sys.argv[1:]]\n"
-            "try: runpy.run_path('configs.py', run_name='__main__')\n"
-            "finally: u = resource.getrusage(resource.RUSAGE_SELF); print('torch' in sys.modules, u.ru_utime + u.ru_stime, "
-            "file=sys.stderr)")
-    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          check=False)
+    """`python plan.py …`. The end of its stderr says whether it loaded torch, and its processor seconds."""
+    code = """if True:
+        import resource, runpy, sys
+        sys.path.insert(0, ".")
+        sys.argv = ["plan.py", *sys.argv[1:]]
+        try:
+            runpy.run_path("plan.py", run_name="__main__")
+        finally:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            print("torch" in sys.modules, used.ru_utime + used.ru_stime, file=sys.stderr)"""
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300, check=False)
 
 
 def test_the_command_prints_the_plan_at_once_and_without_torch():
@@ -233,36 +276,56 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
     assert done.returncode == 0 and torch_there == "False" and float(cpu) < 5
     assert max(map(len, done.stdout.splitlines())) <= 80
     flat = " ".join(done.stdout.split())
-    for words in ("32 × H200", "7,615,616,512", "128 × 64 = 8192 episodes", "8,192 samples", "683 samples", "12 a step",
-                  "critic_update_steps 12 (ORZ)", "rollout_batch_size", "ppo_mini_batch_size 128", "16,384 tokens", "176.2 GB",
-                  "56 KiB each", "fits: "):
+    for words in ("32 × H200", "7,615,616,512", "128 × 64 = 8192 episodes", "8,192 samples", "683 samples",
+                  "12 a step", "critic_update_steps 12 (ORZ)", "rollout_batch_size",
+                  "ppo_mini_batch_size 128", "16,384 tokens", "164.1 GiB", "56 KiB each", "fits: "):
         assert words in flat, words
 
 
 def test_json_and_text_agree():
-    """Every number of the JSON stands in the text's line of the same section and name, in that line's unit."""
+    """Every number of the JSON stands in the text, in the line of its section and name, in that line's
+    unit."""
     said = json.loads(command("orz-7b", "--layout", "production", "--json").stdout)
     text = command("orz-7b", "--layout", "production").stdout
-    shown, section = {}, ""
+    lines, section = {}, ""
     for line in text.splitlines():
-        section = next((s for s in said if line.startswith(s.upper())), section)
-        shown[section, line[2:24].strip()] = line
-    for section, unit in (("run", 1), ("batches", 1), ("memory", plan.GIB), ("host and disk", 0), ("seconds", 1)):
-        for name, cells in said[section].items():
-            for value in cells.values() if isinstance(cells, dict) else [cells]:
-                size = unit if isinstance(cells, dict) or unit else 1e9 if name.startswith("disk") else plan.GIB
-                x = value / (1 if name.startswith("KV cache,") else size)
-                line = shown[section, name]
-                assert x == 0 or f"{x:,.1f}" in line or f"{x:,.0f}" in line, (section, name, x)
+        section = next((name for name in said if line.startswith(name.upper())), section)
+        lines[section, line[2:22].strip()] = line
+    for section in ("run", "batches", "memory", "host and disk", "seconds"):
+        for name, value in said[section].items():
+            bytes_of_unit = 1
+            if name.startswith(("host", "disk")) or section == "memory" and isinstance(value, dict):
+                bytes_of_unit = plan.GIB
+            for n in value.values() if isinstance(value, dict) else [value]:
+                x, line = n / bytes_of_unit, lines[section, name]
+                assert x == 0 or f" {x:,.1f}" in line or f" {x:,.0f}" in line, (section, name, x)
     assert said["verdict"] in " ".join(text.split()) and said["config"]["critic_updates"] == 12
+
+
+def test_the_report_shows_the_same_numbers_and_notes_as_the_text():
+    """Each row of the table is one row of the text, column by column."""
+    rows = plan.rows_of(case("orz-7b", "--layout", "production", world=32))
+    text, table = plan.as_text(rows, width=10**4), plan.as_table(rows)
+    assert len(table) == len(rows)
+    for row in rows:
+        shown = table[f"{row.section}: {row.name}"]
+        line = next(line for line in text if line.startswith(f"  {row.name:20}") and line.endswith(row.note))
+        assert shown.endswith(row.note)
+        for column, cell in row.cells().items():
+            assert cell in line and f"{column} {cell}".strip() in shown
 
 
 def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path):
     folder = make_model(tmp_path / "m")
     (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 40)
-    said = json.loads(command("tiny-ppo", "--model", folder, "--data", f"{tmp_path}/d.jsonl", "--epochs", "4", "--json").stdout)
+    argv = ("tiny-ppo", "--model", folder, "--data", f"{tmp_path}/d.jsonl", "--epochs", "4", "--json")
+    said = json.loads(command(*argv).stdout)
     real = sum(p.numel() for p in model.load_policy(folder).parameters())
     assert said["run"]["policy parameters"] == real and said["run"]["steps"] == 5 and "seconds" not in said
-    for argv, words in ((("--model", "/no/such"), "no /no/such/config.json"), (("--gpu", "H1000"), "did you mean H100")):
-        done = command("orz-7b", *argv)
-        assert done.returncode and words in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize("flag,value,words", [
+    ("--model", "/no/such", "no /no/such/config.json"), ("--gpu", "H1000", "did you mean H100")])
+def test_a_wrong_flag_is_one_line_and_no_plan(flag, value, words):
+    done = command("orz-7b", flag, value)
+    assert done.returncode and words in done.stderr and done.stdout == ""

@@ -1,4 +1,4 @@
-"""The rank-count theorem: how samples are spread over ranks and packs changes no gradient."""
+"""The rank-count theorem: gradients do not depend on how samples are spread over ranks and packs."""
 
 import dataclasses
 
@@ -11,12 +11,14 @@ from configs import PRESETS
 
 
 def config(tiny, **changes):
-    base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16, max_response_len=32,
-                prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
+    """The config of a job."""
+    base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16,
+                max_response_len=32, prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
     return dataclasses.replace(PRESETS["tiny-ppo"], **base | changes)
 
 
 def agree(a, b, tolerance=1e-5):
+    """Assert that two results of ranks.gradients have equal gradients and metrics."""
     for name in a:
         if name in ("metrics", "packs"):
             continue
@@ -30,21 +32,23 @@ JOBS = {
     "ppo": dict(),
     "ppo with kl and entropy": dict(kl_coef=0.1, entropy_coef=0.01, lam=0.9, value_clip=None),
     "grpo": dict(algo="grpo", aggregation="response"),
-    "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten", aggregation="max_len"),
-    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),  # most ranks only run fillers
+    "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten",
+                           aggregation="max_len"),
+    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),  # most ranks run fillers
 }
 
 
 def jobs(tiny, **changes):
-    return [(config(tiny, **kind | changes), make_samples(2 if name == "two samples" else 24)) for name, kind in JOBS.items()]
+    return [(config(tiny, **kind | changes), make_samples(2 if name == "two samples" else 24))
+            for name, kind in JOBS.items()]
 
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Gradients on one rank, all samples in one pack a part; then again with hardly a pack longer than a sample."""
-    whole, pieces = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
-    out = run_ranks(1, all_gradients, whole + pieces)[0]
-    return out[:len(whole)], out[len(whole):]
+    """Gradients on one rank: with one pack per minibatch, and with packs of little more than one sample."""
+    large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
+    out = run_ranks(1, all_gradients, large + small)[0]
+    return out[:len(large)], out[len(large):]
 
 
 def test_gradients_do_not_depend_on_packs(alone):
@@ -54,28 +58,28 @@ def test_gradients_do_not_depend_on_packs(alone):
         agree(many, one)
 
 
-def test_one_rank_in_bf16_has_fp32_masters(tiny):
+def test_bf16_has_fp32_weights_and_gradients(tiny):
     (gap, fp32), = run_ranks(1, in_bf16, tiny)
     assert fp32 and 1e-5 < gap < 0.1
 
 
-def test_gradients_on_two_ranks_are_those_on_one(tiny, alone):
+def test_gradients_on_two_ranks_equal_those_on_one(tiny, alone):
     for got in run_ranks(2, all_gradients, jobs(tiny)):
         for one, many in zip(alone[0], got, strict=True):
             agree(many, one)
 
 
-def test_gradients_on_four_ranks_are_those_on_one(tiny, alone):
-    """And so they are with shards within pairs of ranks and replicas across the pairs."""
-    these = [0, len(JOBS) - 1]
+def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
+    """Also where pairs of ranks hold the shards and the two pairs are replicas."""
+    chosen = [0, len(JOBS) - 1]
     replicated = (config(tiny, shard_ranks=2), make_samples(24))
-    for got in run_ranks(4, all_gradients, [*(jobs(tiny)[i] for i in these), replicated]):
-        for one, many in zip([alone[0][i] for i in [*these, 0]], got, strict=True):
+    for got in run_ranks(4, all_gradients, [*(jobs(tiny)[i] for i in chosen), replicated]):
+        for one, many in zip([alone[0][i] for i in [*chosen, 0]], got, strict=True):
             agree(many, one)
 
 
 @pytest.mark.parametrize("which", ["tiny", "untied"])
-def test_full_weights_are_the_files(which, request):
+def test_full_weights_equal_the_files(which, request):
     from safetensors.torch import load_file
 
     path = request.getfixturevalue(which)
@@ -86,8 +90,8 @@ def test_full_weights_are_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's agent keeps one store for all restarts. Three starts of two ranks on one store, the later rank finding the
-    other's and its own old addresses there each time; nor does what the first left in the store reach the next."""
+    """torchrun's agent keeps one store for all restarts. Two ranks start three times on one store. Each start
+    must use the addresses of its own ranks, not older ones, and must not see keys of an earlier start."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):

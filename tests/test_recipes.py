@@ -1,4 +1,4 @@
-"""The recipes: each preset against a table, and what sets them apart, against naive references and on a real run."""
+"""Recipes: every preset has its published numbers. What only some recipes use equals naive references."""
 
 import dataclasses
 import itertools
@@ -14,16 +14,19 @@ import torch
 from conftest import maths, run, run_ranks
 
 import data
+import log
 import rollout
-from configs import PRESETS, UserError, parse
+from configs import PRESETS, UserError, parse, read_jsonl
 
-# RECIPE's numbers, by preset: what Open-Reasoner-Zero's files say, and what each paper changes.
-ORZ = dict(algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1, critic_updates=12,
-           policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant", betas=(0.9, 0.95), weight_decay=0.0,
-           grad_clip=1.0, max_prompt_len=2048, max_response_len=8000, model_len=8192, pack_len=16384, temperature=1.0,
-           stop=("User:", "Human:", "Assistant:", "</answer>"), gamma=1.0, lam=1.0, clip_low=0.2, clip_high=0.2,
-           value_clip=0.2, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0, epochs=20, save_every=50, eval_every=10,
-           engine_share=0.7, tp=1, tis_clip=2.0, ref_refresh=True, resample_rounds=0, overlong_buffer=0, mask_truncated=False)
+# The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
+ORZ = dict(
+    algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
+    critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
+    betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0, max_prompt_len=2048, max_response_len=8000,
+    model_len=8192, pack_len=16384, temperature=1.0, stop=("User:", "Human:", "Assistant:", "</answer>"),
+    gamma=1.0, lam=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2, kl_coef=0.0, kl_estimator="k3",
+    entropy_coef=0.0, epochs=20, save_every=50, eval_every=10, engine_share=0.7, tp=1, tis_clip=2.0,
+    ref_refresh=True, resample_rounds=0, overlong_buffer=0, mask_truncated=False)
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 TABLE = {
@@ -31,52 +34,60 @@ TABLE = {
     "orz-0.5b": ORZ | dict(pack_len=10048, engine_share=0.75),
     "orz-0.5b-1gpu": ORZ | dict(pack_len=10048, engine_share=0.75),
     "orz-1.5b": ORZ | dict(pack_len=10048, engine_share=0.75),
-    "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432, eval_response_len=32768),
+    "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
+                          eval_response_len=32768),
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
     "dapo-7b": GRPO | dict(clip_high=0.28, resample_rounds=4, overlong_buffer=1600),
     "dr-grpo-7b": GRPO | dict(advantage="group_mean", aggregation="max_len"),
     "rloo-7b": GRPO | dict(advantage="leave_one_out"),
     "reinforce++-7b": GRPO | dict(advantage="group_mean_whiten"),
-    "gspo-7b": GRPO | dict(ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4, policy_updates=4),
+    "gspo-7b": GRPO | dict(ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
+                           policy_updates=4),
     "cispo-7b": GRPO | dict(ratio="clipped", policy_updates=4),
     "open-r1-7b-grpo": GRPO | dict(template="chat", samples_per_prompt=16, aggregation="response", epochs=1),
     "rlvr-8b": ORZ | dict(template="chat", kl_coef=0.05, critic_updates=4, policy_updates=4, epochs=0,
-                          total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048, model_len=4096,
-                          ref_refresh=False),
+                          total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048,
+                          model_len=4096, ref_refresh=False),
 }
-LAYOUTS = {"debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
-           "production": dict(ranks=32, prompts_per_step=128, samples_per_prompt=64, critic_updates=12, engine_share=0.7)}
+LAYOUTS = {
+    "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
+    "production": dict(ranks=32, prompts_per_step=128, samples_per_prompt=64, critic_updates=12,
+                       engine_share=0.7),
+}
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """The preset, and what each layout makes of it, has every number of the table and of no other preset."""
-    differ = {k: (getattr(PRESETS[name], k), v) for k, v in TABLE[name].items() if getattr(PRESETS[name], k) != v}
-    assert not differ
+    """The preset has every number of its table. A layout changes the layout's own fields and nothing else."""
+    preset, want = PRESETS[name], TABLE[name]
+    assert {k: getattr(preset, k) for k in want} == want
     for layout, changes in LAYOUTS.items():
         cfg = parse([name, "--layout", layout])
-        assert {k: getattr(cfg, k) for k in TABLE[name] | changes} == TABLE[name] | changes
+        assert {k: getattr(cfg, k) for k in want | changes} == want | changes
 
 
 # --- data
 
 
 def problems(count, weight=1.0, kind="math"):
-    return [data.Problem(f"{weight}:{i}", (1, 2), "3", "", kind, weight) for i in range(count)]
+    return [data.Problem(f"{weight}:{i}", (1, 2), "3", kind, weight) for i in range(count)]
 
 
 def test_weights_say_how_often_a_file_comes_in_each_epoch():
-    """Weight 2 comes twice, 1 once, 0.25 for a quarter of its problems, others each epoch; the same on every call."""
+    """Weight 2: every problem twice. Weight 1: once. Weight 0.25: a quarter of the problems, a different one
+    in each epoch. The same on every call."""
     files = problems(20, 2.0) + problems(30, 1.0) + problems(40, 0.25)
     assert data.epoch_len(files) == 40 + 30 + 10
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], prompts_per_step=80)
     epochs = [[p.text for p in data.batch_at(files, e, cfg)] for e in range(2)]
     for texts in epochs:
         seen = Counter(texts)
-        assert all(seen[f"2.0:{i}"] == 2 for i in range(20)) and all(seen[f"1.0:{i}"] == 1 for i in range(30))
+        assert all(seen[f"2.0:{i}"] == 2 for i in range(20))
+        assert all(seen[f"1.0:{i}"] == 1 for i in range(30))
         assert sum(seen[f"0.25:{i}"] for i in range(40)) == 10
     assert epochs[0] != epochs[1]
-    assert {t for t in epochs[0] if t.startswith("0.25")} != {t for t in epochs[1] if t.startswith("0.25")}
+    quarters = [{t for t in texts if t.startswith("0.25")} for texts in epochs]
+    assert quarters[0] != quarters[1]
     tens = dataclasses.replace(cfg, prompts_per_step=10)
     assert epochs[1] == [p.text for s in range(8, 16) for p in data.batch_at(files, s, tens)]
 
@@ -85,27 +96,28 @@ def test_a_row_may_say_how_it_is_graded(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "x", "reward": "exact"},
             {"prompt": [{"from": "human", "value": "c"}], "final_answer": "B", "choices": ["1", "2"]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cfg = dataclasses.replace(PRESETS["tiny-ppo"], data=(f"{tmp_path}/a.jsonl",), max_prompt_len=16, data_weights=(0.5,))
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], data=(f"{tmp_path}/a.jsonl",), max_prompt_len=16,
+                              data_weights=(0.5,))
 
-    class Words:
-        def __call__(self, text):
-            return SimpleNamespace(input_ids=[1] * len(text))
+    def tokenizer(text):
+        return SimpleNamespace(input_ids=[1] * len(text))
 
-    found = data.load_problems(cfg.data, Words(), cfg, lambda text: None)
+    found = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
     assert [(p.kind, p.weight) for p in found] == [("math", 0.5), ("exact", 0.5), ("choice", 0.5)]
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "answer": "1", "reward": "vibes"}))
     with pytest.raises(UserError, match="b.jsonl row 1 has reward 'vibes'"):
-        data.load_problems([f"{tmp_path}/b.jsonl"], Words(), cfg, lambda text: None)
+        data.load_problems([f"{tmp_path}/b.jsonl"], tokenizer, cfg, lambda text: None)
 
 
-def test_as_many_values_as_files():
-    for argv in (["--data", "a", "b", "--data_weights", "1"], ["--eval_data", "a", "b", "c", "--eval_samples", "1", "2"]):
+def test_a_flag_with_a_value_per_file_needs_as_many_values_as_files():
+    for argv in (["--data", "a", "b", "--data_weights", "1"],
+                 ["--eval_data", "a", "b", "c", "--eval_samples", "1", "2"]):
         with pytest.raises(UserError, match="values for . files"):
             parse(["tiny-ppo", *argv])
     assert parse(["tiny-ppo", "--eval_data", "a", "b", "--eval_samples", "16", "4"]).eval_samples == (16, 4)
 
 
-# --- evaluation's numbers
+# --- the numbers of an evaluation
 
 
 def test_pass_at_k_is_the_mean_over_all_subsets():
@@ -116,97 +128,112 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 
 
 def test_majority_is_the_share_of_the_most_frequent_answers_that_are_right():
-    def of(*answers):
-        return [SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers]
+    def majority(*answers):
+        return rollout.majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
 
-    assert rollout.majority(of("7", "7", "8")) == 1 and rollout.majority(of("7", "8", "8")) == 0
-    assert rollout.majority(of("7", "8")) == 0.5 and rollout.majority(of("7", None, None, None)) == 1
-    assert rollout.majority(of(None)) == 0
+    assert majority("7", "7", "8") == 1 and majority("7", "8", "8") == 0
+    assert majority("7", "8") == 0.5 and majority("7", None, None, None) == 1
+    assert majority(None) == 0
+
+
+def common_prefix(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def test_repetition_is_the_naive_score():
-    """2 Σ LCP / n(n+1) over sorted suffixes, on random texts of few letters, periodic ones, and beyond ASCII."""
+    """2 Σ LCP / n(n+1) over sorted suffixes, for random texts of two letters, periodic texts, and
+    non-ASCII."""
     def naive(text):
         suffixes = sorted((text[i:] for i in range(len(text))), key=lambda s: [ord(c) for c in s])
-        common = [len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False))))
-                  for a, b in itertools.pairwise(suffixes)]
-        return 2 * sum(common) / (len(text) * (len(text) + 1))
+        total = sum(common_prefix(a, b) for a, b in itertools.pairwise(suffixes))
+        return 2 * total / (len(text) * (len(text) + 1))
 
     rng = random.Random(0)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(2, 60))) for _ in range(60)]
     for text in [*texts, "a" * 50, "abc" * 20, "né∑" * 5 + "\U0001f600", "ab"]:
-        assert rollout.repetition(text) == pytest.approx(naive(text)), text
-    assert rollout.repetition("") == rollout.repetition("a") == 0 < rollout.repetition("ab" * 99) < 1
-    assert rollout.reflections("Wait, however, wait, I recheck. However so.") == 4
+        assert log.repetition(text) == pytest.approx(naive(text)), text
+    assert log.repetition("") == log.repetition("a") == 0 < log.repetition("ab" * 99) < 1
+
+
+def test_reflections_counts_the_words_of_second_thoughts():
+    assert log.reflections("Wait, however, wait, I recheck. However so.") == 4
 
 
 # --- what enters the loss
 
 
-def sample(length, reward, stopped=True, slot=0, **more):
-    return data.Sample(slot, 0, (1, 2), np.arange(length, dtype=np.int32), np.zeros(length, np.float32), stopped, "", 0,
-                       reward=reward, **more)
+def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
+    ids, logp = np.arange(length, dtype=np.int32), np.zeros(length, np.float32)
+    return data.Sample(0, 0, (1, 2), ids, logp, stopped, "", 0, reward=reward)
 
 
-def test_a_long_response_costs_and_a_cut_one_may_be_left_out():
-    """DAPO's penalty falls from 0 to -1 over the buffer and is in the pack's rewards; a masked response adds to no count."""
+def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
+    """DAPO's penalty falls from 0 to -1 over the buffer and enters the pack's rewards. A response that is
+    left out of the loss adds to no count."""
     import train
 
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
-    shaped = [train.shape(sample(n, 1.0, stopped), cfg) for n, stopped in ((10, True), (32, True), (40, True), (48, False))]
-    assert [s.penalty for s in shaped] == [0, 0, -0.5, -1] and [s.trained for s in shaped] == [True] * 3 + [False]
+    samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
+    shaped = [train.shape_reward(s, cfg) for s in samples]
+    assert [s.parts.get("overlong", 0) for s in shaped] == [0, 0, -0.5, -1]
+    assert [s.in_loss for s in shaped] == [True, True, True, False]
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    plain = train.shape(sample(48, 0.0, False), PRESETS["tiny-grpo"])
-    assert plain.penalty == 0 and plain.trained
+    plain = train.shape_reward(sample(48, 0.0, stopped=False), PRESETS["tiny-grpo"])
+    assert not any(plain.parts.values()) and plain.in_loss
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """Two ranks, a reward that only some prompts can vary in: after the rounds no slot that was worth keeping has changed, the
-    replaced ones hold other prompts, and one rank does exactly the same."""
-    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, resample_rounds=2, reward=f"{tmp_path}/r.py:some", steps=1,
-                              eval_data=())
-    (tmp_path / "r.py").write_text("def some(response, answer, kind):\n"
-                                   "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n")
+    """The rewards of a prompt can differ only if 3 divides its answer. After the rounds, prompts whose
+    rewards differ are of that kind, and uniform ones have been replaced. Two ranks and one rank do the
+    same."""
+    (tmp_path / "r.py").write_text(
+        "def some(response, answer, kind):\n"
+        "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n")
+    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, resample_rounds=2, steps=1, eval_data=(),
+                              reward=f"{tmp_path}/r.py:some")
     two = run_ranks(2, ranks.resampled, dataclasses.replace(cfg, out=f"{tmp_path}/2"))
-    one = run_ranks(1, ranks.resampled, dataclasses.replace(cfg, out=f"{tmp_path}/1"))
-    assert two[0]["prompts"] == two[1]["prompts"] == one[0]["prompts"]
-    assert two[0]["rewards"] | two[1]["rewards"] == one[0]["rewards"] and len(one[0]["rewards"]) == cfg.prompts_per_step
-    first, last, rewards = one[0]["drawn"], one[0]["prompts"], one[0]["rewards"]
-    varied = [slot for slot in rewards if len(set(rewards[slot])) > 1]
-    assert varied and all(int(eval(last[slot][:-1])) % 3 == 0 for slot in varied)
+    one = run_ranks(1, ranks.resampled, dataclasses.replace(cfg, out=f"{tmp_path}/1"))[0]
+    first, last, rewards = one["drawn"], one["prompts"], one["rewards"]
+    assert two[0]["prompts"] == two[1]["prompts"] == last
+    assert two[0]["rewards"] | two[1]["rewards"] == rewards and len(rewards) == cfg.prompts_per_step
+    varied = [prompt_id for prompt_id in rewards if len(set(rewards[prompt_id])) > 1]
+    assert varied and all(int(eval(last[prompt_id][:-1])) % 3 == 0 for prompt_id in varied)
     assert any(a != b for a, b in zip(first, last, strict=True))
-    assert one[0]["measured"] == len(first)  # the reward that is reported is that of the batch as drawn
+    assert one["measured"] == len(first)  # the reward of the metrics is that of the batch before replacement
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """KL to a reference that becomes the policy after each pass over 40 problems (every 2 steps of 20): 0 again there, and a
-    run resumed in the second epoch is the one never stopped, bit by bit."""
-    cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2, critic_updates=1,
-                              steps=4, save_every=3, eval_data=())
+    """The reference becomes the policy after each pass over the 40 problems, every 2 steps of 20: the KL is 0
+    again. A run that is resumed in the second epoch equals the uninterrupted run, bit for bit."""
+    cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
+                              critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
     kl = [r["kl"] for r in rows if "kl" in r]
-    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] == pytest.approx(0, abs=1e-6) and kl[3] > 1e-4
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4
+    assert kl[2] == pytest.approx(0, abs=1e-6) and kl[3] > 1e-4
     out = tmp_path / "b"
     (out / "ckpt").mkdir(parents=True)
     (tmp_path / "a" / "ckpt" / "step_000003").rename(out / "ckpt" / "step_000003")
-    again, policy_ = run(cfg, out, ranks=2)
-    assert maths(again) == [r for r in maths(rows) if r["step"] == 3]
-    assert all(torch.equal(policy[k], policy_[k]) for k in policy)
+    resumed_rows, resumed_policy = run(cfg, out, ranks=2)
+    assert maths(resumed_rows) == [r for r in maths(rows) if r["step"] == 3]
+    assert all(torch.equal(policy[k], resumed_policy[k]) for k in policy)
 
 
-def test_a_folder_is_evaluated_by_itself(base, tiny, tmp_path):
-    """`python rollout.py` on two ranks: the scores of one, and every sample in the file."""
+def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
+    """`python rollout.py` on two ranks gives the scores of one rank, and every sample is in the file."""
     scores = []
     for count in (1, 2):
+        out = tmp_path / str(count)
         argv = [tiny, base.data[0], "--template", "plain", "--eval_samples", "4", "--max_response_len", "24",
                 "--pack_len", "64", "--max_model_len", "0", "--max_prompt_len", "16", "--reward", base.reward,
-                "--out", f"{tmp_path}/{count}", "--device", "cpu", "--dtype", "float32"]
+                "--out", str(out), "--device", "cpu", "--dtype", "float32"]
         run_ranks(count, rollout.main, argv)
-        scores.append(json.loads((tmp_path / f"{count}/scores.json").read_text()))
-        rows = [json.loads(x) for x in (tmp_path / f"{count}/samples.jsonl").read_text().splitlines()]
-        assert [(r["slot"], r["index"]) for r in rows] == [(i, j) for i in range(40) for j in range(4)]
+        scores.append(json.loads((out / "scores.json").read_text()))
+        rows = read_jsonl(out / "samples.jsonl", strict=True)
+        ids = [(r["prompt_id"], r["sample_id"]) for r in rows]
+        assert ids == list(itertools.product(range(40), range(4)))
         assert scores[-1]["train/avg@4"] == pytest.approx(sum(r["reward"] for r in rows) / 160)
     assert scores[0] == pytest.approx(scores[1], rel=1e-12)
     assert {"train/pass@2", "train/pass@4", "train/maj@4"} <= set(scores[0])

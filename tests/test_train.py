@@ -1,4 +1,4 @@
-"""Whole runs: the same on any number of ranks, bit by bit the same twice and when resumed; mistakes; custom rewards."""
+"""Whole runs: repeated, resumed and on another number of ranks; mistakes of users; custom rewards."""
 
 import dataclasses
 import json
@@ -13,27 +13,29 @@ from conftest import ROOT, maths, run, run_ranks
 from ranks import main
 
 
-def test_two_runs_are_the_same_bit_by_bit(base, two_ranks, tmp_path):
+def test_two_equal_runs_have_equal_bits(base, two_ranks, tmp_path):
     _, rows, policy = two_ranks
     again, policy_again = run(base, tmp_path / "b", ranks=2)
     assert maths(again) == maths(rows) and rows[-1]["step"] == 4
     assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
 
 
-def test_a_resumed_run_is_one_never_stopped_bit_by_bit(base, two_ranks, tmp_path):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(base, two_ranks, tmp_path):
     out, rows, policy = two_ranks
-    killed = tmp_path / "c"  # as a kill in step 3 leaves it: a checkpoint of 2 steps, more metrics, half of a save
+    # What a kill in step 3 leaves: a checkpoint of 2 steps, metrics of more, and part of a checkpoint.
+    killed = tmp_path / "c"
     shutil.copytree(out / "ckpt" / "step_000002", killed / "ckpt" / "step_000002")
     (killed / "ckpt" / ".step_000004.1.part").mkdir()
-    (killed / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:3]) + '{"step": 3, "rew')
+    lines = [json.dumps(r) + "\n" for r in rows[:3]]
+    (killed / "metrics.jsonl").write_text("".join(lines) + '{"step": 3, "rew')
     again, policy_again = run(base, killed, ranks=2)
     assert [r["step"] for r in again] == list(range(5))
     assert maths(again) == maths(rows)
     assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
 
 
-def test_one_rank_and_two_are_the_same_run(base, two_ranks, tmp_path):
-    """The same samples token for token in the first step, the same reward and loss ever after."""
+def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
+    """The same samples and losses in the first step, token for token; nearly the same rewards later."""
     out, rows, _ = two_ranks
     others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"
@@ -49,15 +51,16 @@ def test_the_exports_load_in_transformers(two_ranks):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     out, _, policy = two_ranks
-    hf, info = AutoModelForCausalLM.from_pretrained(out / "export" / "policy", dtype=torch.float32, output_loading_info=True)
+    hf, info = AutoModelForCausalLM.from_pretrained(out / "export" / "policy", dtype=torch.float32,
+                                                    output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(hf.lm_head.weight, policy["model.embed_tokens.weight"].float())
-    _, info = AutoModelForSequenceClassification.from_pretrained(out / "export" / "critic", num_labels=1,
-                                                                 output_loading_info=True)
+    _, info = AutoModelForSequenceClassification.from_pretrained(
+        out / "export" / "critic", num_labels=1, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_a_reward_that_raises_is_a_reason_and_no_crash(base, tmp_path):
+def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(base, tmp_path):
     cfg = dataclasses.replace(base, reward=base.reward.replace("digits", "broken"), steps=1, eval_every=0)
     rows, _ = run(cfg, tmp_path / "r")
     assert rows[0]["grade/error"] > 0 and rows[0]["reward"] == 0
@@ -65,13 +68,14 @@ def test_a_reward_that_raises_is_a_reason_and_no_crash(base, tmp_path):
 
 
 def test_the_kl_to_the_reference_grows(base, tmp_path):
-    rows, _ = run(dataclasses.replace(base, kl_coef=0.1, steps=2, eval_every=0, policy_updates=2), tmp_path / "k")
-    assert 0 < rows[0]["kl"] < rows[1]["kl"] < 1  # 0 at the first of two updates
+    cfg = dataclasses.replace(base, kl_coef=0.1, steps=2, eval_every=0, policy_updates=2)
+    rows, _ = run(cfg, tmp_path / "k")
+    assert 0 < rows[0]["kl"] < rows[1]["kl"] < 1  # the first of a step's two updates starts at 0
 
 
 @pytest.mark.parametrize("changes,words", {
     "model": (dict(model="/no/such/model"), ["no model folder", "/no/such/model", "--model"]),
-    "data": (dict(data=("/no/such/data.jsonl",)), ["no data file", "--data"]),
+    "data": (dict(data=("/no/such/data.jsonl",)), ["no data file /no/such/data.jsonl"]),
     "row": (dict(data=("ROW",)), ["row 2", "no answer"]),
     "long": (dict(max_prompt_len=2), ["longer than --max_prompt_len 2"]),
     "out": (dict(out="/dev/null/run"), ["can't write to /dev/null/run", "--out"]),
@@ -83,55 +87,63 @@ def test_a_mistake_is_one_line_on_every_rank(base, tmp_path, changes, words):
         (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
         changes = dict(data=(str(tmp_path / "d.jsonl"),))
     cfg = dataclasses.replace(base, **({"out": str(tmp_path / "o")} | changes))
-    for said in run_ranks(2, main, cfg):
-        assert "\n" not in said and all(w in said for w in words), said
+    for message in run_ranks(2, main, cfg):
+        assert "\n" not in message and all(w in message for w in words), message
 
 
-def test_the_command_line_says_a_mistake_in_one_line():
-    done = subprocess.run([sys.executable, ROOT / "train.py", "tiny-ppo", "--stepz", "3"], capture_output=True, text=True,
-                          timeout=600, check=False)
+def test_a_mistake_on_the_command_line_is_one_line_on_stderr():
+    command = [sys.executable, ROOT / "train.py", "tiny-ppo", "--stepz", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("changes,words", [
     (dict(reward="math"), ["all of the first 32 responses score 0", "needed: ", "--go"]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    """Nobody is right, or most are cut by length: three prompts, the reasons and the knob, the same line on both ranks."""
-    said = run_ranks(2, main, dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes))
-    assert said[0] == said[1] and "\n" not in said[0] and all(w in said[0] for w in words), said
-    shown = capfd.readouterr().out
-    assert shown.count("\nprompt    ") == shown.count("\ntokens    ") == 3 and "of the first 32 responses: " in shown
+    """All responses are wrong, or most are cut by length. The output shows three prompts and the grades. The
+    message, the same on both ranks, names the flag."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
+    messages = run_ranks(2, main, cfg)
+    assert messages[0] == messages[1] and "\n" not in messages[0], messages
+    assert all(w in messages[0] for w in words), messages
+    output = capfd.readouterr().out
+    assert output.count("\nprompt    ") == output.count("\ntokens    ") == 3
+    assert "of the first 32 responses: " in output
     assert not (tmp_path / "o/metrics.jsonl").read_text() and not (tmp_path / "o/export").exists()
 
 
-TYPICAL = {  # what users get wrong, as they type it after `train.py` on 2 ranks; and what they are told
-    "wrong rank count": (["--layout", "debug"], "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
+TYPICAL = {  # mistakes of users on 2 ranks: what they type after `train.py`, and a part of the message
+    "wrong rank count": (["--layout", "debug"],
+                         "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
     "ranks no multiple of tp": (["--tp", "3"], "engines of --tp 3; needed: a multiple of 3 ranks"),
     "typo in a flag": (["--polcy_lr", "1"], "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
-    "32-GPU layout": (["--layout", "production"], "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
+    "32-GPU layout": (["--layout", "production"],
+                      "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
     "no tokenizer": (["--model", "NOTOKENIZER"], "has no tokenizer; needed: "),
     "no answers": (["--data", "ROWS"], "rows.jsonl row 1 has no answer (found: prompt); needed: a row like"),
     "no reward function": (["--reward", "REWARD:nothing"], "has no function 'nothing'"),
     "pack too small": (["--pack_len", "30"], "--pack_len 30 is smaller than a prompt plus its response"),
     "too long for the model": (["--max_response_len", "600", "--pack_len", "4096"],
-                               "knows 512 positions, and a prompt with its response may take 6"),
+                               "has 512 positions, and a prompt with its response may take 6"),
     "disk too small": (["--keep", "1000000000"], "free in"),
     "no vllm": (["--engine", "vllm"], "vllm can't be imported"),
 }
 
 
-def test_typical_mistakes_say_what_was_found_what_is_needed_and_what_to_type(base, tiny, tmp_path):
-    """One line on each of two ranks, before anything is written but the run's folder."""
+def test_typical_mistakes_say_what_was_found_and_what_is_needed(base, tiny, tmp_path):
+    """One line, the same on each of two ranks, before anything is written into the run's folder."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
     shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     stand_in = {"NOTOKENIZER": f"{tmp_path}/bare", "ROWS": f"{tmp_path}/rows.jsonl",
                 "REWARD:nothing": base.reward.replace(":digits", ":nothing")}
     common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--device", "cpu",
               "--dtype", "float32", "--out", f"{tmp_path}/o"]
-    said = run_ranks(2, ranks.mistakes, [[*common, *(stand_in.get(a, a) for a in argv)] for argv, _ in TYPICAL.values()])
-    assert said[0] == said[1]
-    for (name, (_, words)), line in zip(TYPICAL.items(), said[0], strict=True):
+    commands = [[*common, *(stand_in.get(a, a) for a in argv)] for argv, _ in TYPICAL.values()]
+    messages = run_ranks(2, ranks.mistakes, commands)
+    assert messages[0] == messages[1]
+    for (name, (_, words)), line in zip(TYPICAL.items(), messages[0], strict=True):
         assert words in line and "needed: " in line and "\n" not in line, (name, line)
     assert not list((tmp_path / "o").glob("*"))

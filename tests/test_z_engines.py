@@ -1,4 +1,4 @@
-"""One suite for both engines: plain PyTorch's, and the real vLLM (its CPU build). No mock of either."""
+"""The tests that both engines pass: plain PyTorch's, and the real vLLM (its CPU build). Neither is mocked."""
 
 import ast
 import dataclasses
@@ -12,50 +12,58 @@ import ranks
 import torch
 from conftest import maths, run_ranks
 
+import checks
 import data
 import dist
+import engine_torch
+import engine_vllm
 import model
 import rollout
 from configs import PRESETS, UserError
 
-# Long enough for a block of vLLM's prefix cache, which has 128 tokens on a CPU.
-CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=8, stop=("</answer>",))
-GO = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)
+# Prompts may fill a block of vLLM's prefix cache, which has 128 tokens on a CPU.
+CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=8,
+                          stop=("</answer>",))
+OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # of Engine.generate
 TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
 
 
 @pytest.fixture(scope="session")
-def spread(tiny):
-    """What the ranks of two engines of two ranks each said, by rank; of one where cores are few, for the ranks wait for each
-    other by spinning. Before this process has a process group of its own."""
-    rollout._import_vllm()
+def tp_samples(tiny):
+    """Results of ranks.engine_samples on the ranks of two engines of two ranks each, by rank. With fewer than
+    4 cores it is one engine, because waiting ranks keep a core busy. It runs before this process has a
+    process group of its own."""
+    engine_vllm._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
-    return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), GO)
+    return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), OPTIONS)
 
 
-def test_engines_of_two_ranks_say_what_an_engine_of_one_rank_says(spread, engines, prompts):
-    """Token for token, each sample kept by one rank; weights streamed from shards on all ranks; the self-check passes."""
+def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts):
+    """Weights stream from shards on all ranks. Each sample is on one rank, with equal tokens and log-probs,
+    and the ranks of an engine have equally many. The self-check passes."""
     engines, policy, _ = engines
     for temperature in (0.0, 1.0):
-        alone = go(engines["vllm"], policy, prompts, n=3, temperature=temperature)
-        kept = [r[temperature] for r in spread]
-        assert sorted(k for r in kept for k in r) == sorted(alone)
-        assert {len(r) for r in kept} == {len(alone) // len(spread)}  # seats of an engine share out its prompts
-        for k, s in ((k, s) for r in kept for k, s in r.items()):
-            assert s.ids.tolist() == alone[k].ids.tolist()
-            assert np.abs(s.logp - alone[k].logp).max() < 1e-4
-    assert all(said == "" and gap < 1e-4 for said, gap in (r["selfcheck"] for r in spread))
+        alone = generate(engines["vllm"], policy, prompts, n=3, temperature=temperature)
+        by_rank = [r[temperature] for r in tp_samples]
+        assert sorted(k for samples in by_rank for k in samples) == sorted(alone)
+        assert {len(samples) for samples in by_rank} == {len(alone) // len(tp_samples)}
+        for samples in by_rank:
+            for k, s in samples.items():
+                assert s.ids.tolist() == alone[k].ids.tolist()
+                assert np.abs(s.logp - alone[k].logp).max() < 1e-4
+    assert all(error == "" and gap < 1e-4 for error, gap in (r["selfcheck"] for r in tp_samples))
 
 
 @pytest.fixture(scope="session")
 def engines(tiny):
-    """Both engines, and the policy whose weights they are given."""
+    """Both engines by name, the policy whose weights they get, and the tokenizer."""
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
-    vllm = rollout.VLLMEngine(tiny, tokenizer, cfg)
-    return {"torch": rollout.TorchEngine(tiny, tokenizer, cfg), "vllm": vllm}, model.load_policy(tiny), tokenizer
+    both = {"vllm": engine_vllm.VLLMEngine(tiny, tokenizer, cfg),
+            "torch": engine_torch.TorchEngine(tiny, tokenizer, cfg)}
+    return both, model.load_policy(tiny), tokenizer
 
 
 @pytest.fixture(params=["torch", "vllm"])
@@ -73,165 +81,177 @@ def prompts(engines):
     return {i: engines[2](t).input_ids for i, t in enumerate(TEXTS)}
 
 
-def go(engine, policy, prompts, **changes):
-    """Samples by (slot, index)."""
+def generate(engine, policy, prompts, **changes):
+    """Samples by (prompt_id, sample_id), with the weights of `policy` and these changes of OPTIONS."""
     with engine.awake(dist.full_weights(policy), version=3):
-        return {(s.slot, s.index): s for s in engine.generate(prompts, **GO | changes)}
+        return {(s.prompt_id, s.sample_id): s for s in engine.generate(prompts, **OPTIONS | changes)}
 
 
 def check_logprobs(samples, policy, temperature):
-    """The engine's log-probs against the trainer's, on one pack."""
+    """Assert that the engine's log-probs equal the trainer's."""
     pack = data.pack(list(samples.values()))
     with torch.no_grad():
         logp, _ = model.logprobs(policy, pack, temperature)
     assert (logp - pack.engine_logp)[pack.mask].abs().max() < 1e-4
 
 
-def test_greedy_tokens_are_the_likeliest(engine, policy, prompts):
-    for (slot, _), s in go(engine, policy, prompts, temperature=0).items():
-        ids = list(prompts[slot])
+def test_greedy_tokens_are_the_most_likely_ones(engine, policy, prompts):
+    for (prompt_id, _), s in generate(engine, policy, prompts, temperature=0).items():
+        ids = list(prompts[prompt_id])
         with torch.no_grad():
             for token in s.ids.tolist():
-                at = torch.arange(len(ids))
-                hidden = policy.hidden(torch.tensor(ids)[None], at[None], segments=model.Segments(
-                    torch.tensor([0, len(ids)], dtype=torch.int32), len(ids)))[0, -1]
+                segments = model.Segments(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+                positions = torch.arange(len(ids))[None]
+                hidden = policy.hidden(torch.tensor(ids)[None], positions, segments=segments)[0, -1]
                 assert token == int((policy.lm_head.weight @ hidden).argmax())
                 ids.append(token)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_the_trainers(engine, policy, prompts, temperature):
-    samples = go(engine, policy, prompts, n=3, temperature=temperature)
-    assert sorted(samples) == [(slot, i) for slot in prompts for i in range(3)]
+def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
+    samples = generate(engine, policy, prompts, n=3, temperature=temperature)
+    assert sorted(samples) == [(prompt_id, i) for prompt_id in prompts for i in range(3)]
     check_logprobs(samples, policy, temperature)
 
 
-def test_samples_that_agree_so_far_are_decoded_once(engines, policy, prompts, monkeypatch):
+def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
+    """Greedy: one row per prompt. Sampled: at least one row per different prefix and at most one per
+    response. Shared rows change neither log-probs nor tokens."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
-    monkeypatch.setattr(engine.decoder, "step", lambda tokens, *rest: rows.append(len(tokens)) or step(tokens, *rest))
-    two = {k: prompts[k] for k in (0, 1)}  # one wave with four samples each
-    greedy = go(engine, policy, two, n=4, temperature=0)
+    def counted_step(tokens, *rest):
+        rows.append(len(tokens))
+        return step(tokens, *rest)
+
+    monkeypatch.setattr(engine.decoder, "step", counted_step)
+    two = {k: prompts[k] for k in (0, 1)}  # two prompts with four samples each are one wave
+    greedy = generate(engine, policy, two, n=4, temperature=0)
     assert max(rows) == 2
-    assert all(greedy[slot, i].ids.tolist() == greedy[slot, 0].ids.tolist() for slot, i in greedy)
+    for prompt_id, i in greedy:
+        assert greedy[prompt_id, i].ids.tolist() == greedy[prompt_id, 0].ids.tolist()
     rows.clear()
-    samples = go(engine, policy, two, n=4, temperature=0.1)
+    samples = generate(engine, policy, two, n=4, temperature=0.1)
     for t, n in enumerate(rows):
-        running = [(slot, *s.ids[:t + 1].tolist()) for (slot, _), s in samples.items() if len(s.ids) > t + 1]
-        assert len(set(running)) <= n <= 8
+        prefixes = {(prompt_id, *s.ids[:t + 1].tolist())
+                    for (prompt_id, _), s in samples.items() if len(s.ids) > t + 1}
+        assert len(prefixes) <= n <= 8
     assert 2 < sum(rows[:6]) / 6 < 8, rows
     check_logprobs(samples, policy, 0.1)
-    alone = go(engine, policy, {1: prompts[1]}, temperature=0.1)
+    alone = generate(engine, policy, {1: prompts[1]}, temperature=0.1)
     assert alone[1, 0].ids.tolist() == samples[1, 0].ids.tolist()
 
 
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts):
-    """The torch engine with all memory that it asks for filled with NaN; prompts of several lengths."""
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    """The torch engine, with prompts of several lengths, where all new memory is filled with NaN."""
+    torch.use_deterministic_algorithms(True)  # fills the tensors of torch.empty with NaN
     try:
         assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
-        samples = go(engines[0]["torch"], policy, prompts, n=3)
+        samples = generate(engines[0]["torch"], policy, prompts, n=3)
     finally:
         torch.use_deterministic_algorithms(False)
     check_logprobs(samples, policy, 1.0)
 
 
-def test_weights_that_changed_are_the_ones_that_speak(engine, tiny, policy, prompts):
-    before = go(engine, policy, prompts, temperature=0)
+def test_changed_weights_are_used(engine, tiny, policy, prompts):
+    before = generate(engine, policy, prompts, temperature=0)
     other = model.load_policy(tiny)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    after = go(engine, other, prompts, temperature=0)
-    check_logprobs(go(engine, other, prompts), other, 1.0)
+    after = generate(engine, other, prompts, temperature=0)
+    check_logprobs(generate(engine, other, prompts), other, 1.0)
     assert any(before[k].ids.tolist() != after[k].ids.tolist() for k in before)
 
 
 def test_stale_weights_are_refused(engine, policy, prompts):
     with pytest.raises(RuntimeError, match="step None"):
-        next(iter(engine.generate(prompts, **GO)))
+        next(iter(engine.generate(prompts, **OPTIONS)))
     with engine.awake(dist.full_weights(policy), version=2), pytest.raises(RuntimeError, match="step 2"):
-        next(iter(engine.generate(prompts, **GO)))
+        next(iter(engine.generate(prompts, **OPTIONS)))
 
 
-def test_samples_depend_on_their_key_and_on_nothing_else(engine, policy, prompts):
-    """Not on the other requests, not on what was drawn before; and they differ from each other."""
-    many = go(engine, policy, prompts, n=4)
-    again = go(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
+def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
+    """Neither other prompts nor earlier calls change it. Samples of one prompt differ from each other."""
+    many = generate(engine, policy, prompts, n=4)
+    again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
         assert many[k].ids.tolist() == again[k].ids.tolist()
     assert len({tuple(many[1, i].ids.tolist()) for i in range(4)}) > 1
-    other = go(engine, policy, prompts, n=4, key=(0, 1, 1))
+    other = generate(engine, policy, prompts, n=4, key=(0, 1, 1))
     assert any(many[k].ids.tolist() != other[k].ids.tolist() for k in many)
 
 
-def test_length_ends_a_response_unstopped(engine, policy, prompts):
-    for s in go(engine, policy, prompts, max_tokens=3, n=2).values():
+def test_a_response_cut_by_length_is_not_stopped(engine, policy, prompts):
+    for s in generate(engine, policy, prompts, max_tokens=3, n=2).values():
         assert len(s.ids) <= 3 and (s.stopped or len(s.ids) == 3)
     room = {0: [5] * (CFG.model_len - 2)}
-    assert len(go(engine, policy, room)[0, 0].ids) <= 2
+    assert len(generate(engine, policy, room)[0, 0].ids) <= 2
 
 
-def test_stop_strings_and_eos_end_a_response_and_are_part_of_it(engines, engine, policy, prompts):
-    free = go(engine, policy, prompts, temperature=0)
-    slot, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
-    stop = s.text[4:6]  # ends in the middle of what it would say, across two tokens
+def test_a_response_ends_after_a_stop_string_or_eos(engines, engine, policy, prompts):
+    """The stop string is part of the text. The EOS token is among the ids, and not in the text."""
+    free = generate(engine, policy, prompts, temperature=0)
+    prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
+    stop = s.text[4:6]  # from the middle of the greedy response, across two tokens
     cut = s.text.index(stop) + len(stop)
     cfg, ends = engine.cfg, getattr(engine, "may_stop", None)
     try:
         engine.cfg = dataclasses.replace(cfg, stop=(stop,))
         if ends is not None:
-            engine.may_stop = torch.tensor(rollout._may_end(engine.tokenizer, engine.config.vocab_size, (stop,)))
-        short = go(engine, policy, prompts, temperature=0)[slot, 0]
+            may_stop = engine_torch._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
+            engine.may_stop = torch.tensor(may_stop)
+        short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
         assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
         engine.cfg, eos = cfg, engine.eos
         token = int(s.ids[6])
         engine.eos = {token}
         if ends is not None:
-            engine.may_stop, engine.ends = ends, torch.tensor([token])
-        short = go(engine, policy, prompts, temperature=0)[slot, 0]
+            engine.may_stop, engine.eos_tensor = ends, torch.tensor([token])
+        short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
         first = s.ids.tolist().index(token)
         assert short.stopped and short.ids.tolist() == s.ids.tolist()[:first + 1]
         assert short.text == engine.tokenizer.decode(s.ids.tolist()[:first])
     finally:
         engine.cfg, engine.eos = cfg, eos
         if ends is not None:
-            engine.may_stop, engine.ends = ends, torch.tensor(sorted(eos))
+            engine.may_stop, engine.eos_tensor = ends, torch.tensor(sorted(eos))
 
 
-def test_the_torch_engine_draws_from_the_softmax():
+def test_the_torch_engine_samples_from_the_softmax():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0]).repeat(20000, 1)
-    u = torch.from_numpy(rollout.uniforms((7,), 20000))
-    token, logp = rollout.choose(logits, u, 0.5)
+    u = torch.from_numpy(engine_torch.uniforms((7,), 20000))
+    token, logp = engine_torch.sample_token(logits, u, 0.5)
     want = (logits[0] / 0.5).softmax(-1)
     share = torch.bincount(token, minlength=5) / 20000
-    assert (share - want).abs().max() < 4 * 0.5 / 20000 ** 0.5  # four deviations
+    assert (share - want).abs().max() < 4 * 0.5 / 20000 ** 0.5  # four standard deviations
     assert (logp - want.log()[token]).abs().max() < 1e-5
-    assert np.array_equal(rollout.uniforms((7,), 10), rollout.uniforms((7,), 20)[:10])
+    assert np.array_equal(engine_torch.uniforms((7,), 10), engine_torch.uniforms((7,), 20)[:10])
 
 
 def test_rollouts_are_graded_and_ordered(engine, policy, engines):
     from reward import Grader
 
     tokenizer = engines[2]
-    problems = {i: data.Problem(t, tuple(tokenizer(t).input_ids), "4", "") for i, t in enumerate(["2+2=", "1+3=", "8/2="])}
+    texts = ["2+2=", "1+3=", "8/2="]
+    problems = {i: data.Problem(t, tuple(tokenizer(t).input_ids), "4") for i, t in enumerate(texts)}
     with Grader() as grader, engine.awake(dist.full_weights(policy), version=3):
         samples = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 0), 3)
-    assert [(s.slot, s.index) for s in samples] == [(i, j) for i in range(3) for j in range(2)]
+    assert [(s.prompt_id, s.sample_id) for s in samples] == [(i, j) for i in range(3) for j in range(2)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in samples)
 
 
 def tiny_run(tiny, tmp_path, **changes):
-    """Two steps of GRPO on ten sums."""
+    """The config of two steps of GRPO on ten sums."""
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 20)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return dataclasses.replace(PRESETS["tiny-grpo"], model=tiny, data=(str(tmp_path / "d.jsonl"),), eval_data=(), steps=2,
-                               max_response_len=24, prompts_per_step=4, samples_per_prompt=4, device="cpu", dtype="float32",
-                               advantage="group_mean", entropy_coef=1.0, policy_lr=1e-3, go=True, **changes)
+    return dataclasses.replace(
+        PRESETS["tiny-grpo"], model=tiny, data=(str(tmp_path / "d.jsonl"),), eval_data=(), steps=2,
+        max_response_len=24, prompts_per_step=4, samples_per_prompt=4, device="cpu", dtype="float32",
+        advantage="group_mean", entropy_coef=1.0, policy_lr=1e-3, go=True, **changes)
 
 
-def test_the_loop_runs_with_either_engine_and_its_export_loads_in_vllm(engine, engines, tiny, tmp_path, monkeypatch):
-    """The whole of train.py around this process's engine; then vLLM's loader takes the exported file's tensors."""
+def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, tiny, tmp_path, monkeypatch):
+    """Train with this engine. Then vLLM with the exported weights samples the tokens of transformers."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -243,14 +263,16 @@ def test_the_loop_runs_with_either_engine_and_its_export_loads_in_vllm(engine, e
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
 
     exported = tmp_path / "run" / "export" / "policy"
-    hf, prompt = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32), engines[2]("12+34=").input_ids
+    hf = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    prompt = engines[2]("12+34=").input_ids
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt):].tolist()
-    with engines[0]["vllm"].awake(load_file(exported / "model.safetensors").items(), version=3):
-        got = next(iter(engines[0]["vllm"].generate({0: prompt}, **GO | {"temperature": 0, "max_tokens": 8}))).ids.tolist()
+    vllm, options = engines[0]["vllm"], OPTIONS | {"temperature": 0, "max_tokens": 8}
+    with vllm.awake(load_file(exported / "model.safetensors").items(), version=3):
+        got = next(iter(vllm.generate({0: prompt}, **options))).ids.tolist()
     assert got == want[:len(got)] and len(got) > 0
 
 
-# --- the choreography, and faults put into it: each into the running engine, at the place where it would happen
+# --- waking and sleeping, and faults in it: each is put into the running engine, where it would happen
 
 
 @pytest.fixture
@@ -259,7 +281,7 @@ def vllm(engines):
 
 
 def other_weights(tiny):
-    """A policy with weights of its own."""
+    """The policy with other weights."""
     other = model.load_policy(tiny)
     with torch.no_grad():
         for p in other.parameters():
@@ -268,121 +290,143 @@ def other_weights(tiny):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """rollout.selfcheck as train.py calls it."""
-    def trainers(samples, temperature):
+    """checks.selfcheck, called as train.py calls it. Returns an error or "", and the largest gap in nats."""
+    def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
             return model.logprobs(policy, pack, temperature)[0][pack.mask]
 
-    problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "", "") for t in TEXTS]
-    prompts = rollout.check_prompts(problems, engine.cfg)
+    problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
+    prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
-    return rollout.selfcheck(engine, lambda: dist.full_weights(policy), trainers, prompts)
+    return checks.selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
 
 
-def test_the_selfcheck_passes_where_nothing_is_wrong(engine, policy, engines):
-    said, gap = selfcheck(engine, policy, engines[2])
-    assert said == "" and 0 < gap < 1e-4
+def test_the_selfcheck_passes_without_a_fault(engine, policy, engines):
+    error, gap = selfcheck(engine, policy, engines[2])
+    assert error == "" and 0 < gap < 1e-4
 
 
-def test_awake_is_one_order_of_calls(vllm, policy, prompts, monkeypatch):
+def test_awake_calls_vllm_in_one_order(vllm, policy, prompts, monkeypatch):
     calls = []
 
-    def listen(name):
+    def recorded(name):
         real = getattr(vllm.llm, name)
-        monkeypatch.setattr(vllm.llm, name, lambda *a, **k: (calls.append((name, *k.get("tags", []))), real(*a, **k))[1])
+
+        def call(*args, **kwargs):
+            calls.append((name, *kwargs.get("tags", [])))
+            return real(*args, **kwargs)
+
+        return call
 
     for name in ("wake_up", "collective_rpc", "apply_model", "reset_prefix_cache", "sleep", "enqueue"):
-        listen(name)
-    go(vllm, policy, prompts)
+        monkeypatch.setattr(vllm.llm, name, recorded(name))
+    generate(vllm, policy, prompts)
     assert calls == [("wake_up", "weights"), ("collective_rpc",), ("apply_model",), ("wake_up", "kv_cache"),
                      ("reset_prefix_cache",), ("enqueue",), ("sleep",)]
 
 
-def test_nothing_else_sleeps_wakes_or_loads():
-    """In all of the project, by what is written in it."""
-    found = set()
+def calls_of_llm(function) -> set[str]:
+    """Names of the methods that a function's syntax tree calls on vLLM's LLM."""
+    calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
+    return {f.attr for f in calls if isinstance(f, ast.Attribute) and ast.unparse(f.value).endswith("llm")}
+
+
+def test_only_load_and_unload_wake_load_and_sleep():
+    """In all source files: VLLMEngine.load wakes vLLM and loads weights, and VLLMEngine.unload sleeps."""
+    methods, callers = {"wake_up", "sleep", "collective_rpc", "apply_model", "reset_prefix_cache"}, set()
     for file in Path(rollout.__file__).parent.glob("*.py"):
-        for c in ast.walk(ast.parse(file.read_text())):
-            for f in c.body if isinstance(c, ast.ClassDef | ast.Module) else ():
-                if isinstance(f, ast.FunctionDef):
-                    names = {n.func.attr for n in ast.walk(f) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
-                             and ast.unparse(n.func.value).endswith("llm")}
-                    found |= {(getattr(c, "name", ""), f.name, n) for n in names & {
-                        "wake_up", "sleep", "collective_rpc", "apply_model", "reset_prefix_cache"}}
-    assert {(c, f) for c, f, n in found if n != "sleep"} == {("VLLMEngine", "awake")}
-    assert {(c, f) for c, f, n in found if n == "sleep"} == {("VLLMEngine", "_sleep")}
+        for scope in ast.walk(ast.parse(file.read_text())):
+            functions = scope.body if isinstance(scope, ast.ClassDef | ast.Module) else ()
+            for function in functions:
+                if isinstance(function, ast.FunctionDef):
+                    name = getattr(scope, "name", ""), function.name
+                    callers |= {(*name, method) for method in calls_of_llm(function) & methods}
+    assert {(c, f) for c, f, method in callers if method != "sleep"} == {("VLLMEngine", "load")}
+    assert {(c, f) for c, f, method in callers if method == "sleep"} == {("VLLMEngine", "unload")}
 
 
-def test_a_second_awake_is_refused_and_harms_nothing(engine, policy, prompts):
+def test_a_second_awake_is_refused_and_the_first_goes_on(engine, policy, prompts):
     with engine.awake(dist.full_weights(policy), version=3):
         with pytest.raises(RuntimeError, match="awake already, with the weights of step 3"):
             with engine.awake(dist.full_weights(policy), version=4):
-                pass
-        samples = {(s.slot, s.index): s for s in engine.generate(prompts, **GO)}
+                raise AssertionError("it woke")
+        samples = {(s.prompt_id, s.sample_id): s for s in engine.generate(prompts, **OPTIONS)}
     check_logprobs(samples, policy, 1.0)
 
 
-def test_weights_that_dont_arrive_or_come_twice_are_refused(engine, policy, prompts):
-    def sent(times, prefix):
-        return (nt for nt in dist.full_weights(policy) for _ in range(times if nt[0].startswith(prefix) else 1))
+def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompts):
+    def stream_of(times, prefix):
+        """The policy's weights; those whose name starts with `prefix` come `times` times."""
+        for name, tensor in dist.full_weights(policy):
+            for _ in range(times if name.startswith(prefix) else 1):
+                yield name, tensor
 
-    for stream, words in ((sent(0, "model.layers.1."), "12 of 26 parameters did not come: model.layers.1.self_attn.q_proj"),
-                          (sent(2, "model.layers.0.input"), "model.layers.0.input_layernorm.weight came twice"),
-                          (iter([("model.mtp.weight", torch.zeros(1))]), "the model has no parameter model.mtp.weight")):
+    unknown = iter([("model.mtp.weight", torch.zeros(1))])
+    missing = "12 of 26 parameters did not come: model.layers.1.self_attn.q_proj"
+    repeated = "model.layers.0.input_layernorm.weight came twice"
+    for stream, words in ((stream_of(0, "model.layers.1."), missing),
+                          (stream_of(2, "model.layers.0.input"), repeated),
+                          (unknown, "the model has no parameter model.mtp.weight")):
         with pytest.raises(RuntimeError, match=words), engine.awake(stream, version=3):
             raise AssertionError("it woke")
         assert engine.version is None
-        check_logprobs(go(engine, policy, prompts), policy, 1.0)
+        check_logprobs(generate(engine, policy, prompts), policy, 1.0)
 
 
 def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatch):
-    go(vllm, other_weights(tiny), prompts)  # whose head stays
-    monkeypatch.setattr(rollout, "_repack_tied_head", lambda model: None)
-    said, gap = selfcheck(vllm, policy, engines[2])
-    assert "after the first sync" in said and "greedy" in said and "tied head" in said and gap > 0.1
+    generate(vllm, other_weights(tiny), prompts)  # the head of these weights stays in use
+    monkeypatch.setattr(engine_vllm, "_repack_tied_head", lambda model: None)
+    error, gap = selfcheck(vllm, policy, engines[2])
+    assert "after the first sync" in error and "greedy" in error and "tied head" in error and gap > 0.1
     monkeypatch.undo()
     assert selfcheck(vllm, policy, engines[2])[0] == ""
 
 
-def test_a_prefix_cache_that_is_not_forgotten_is_caught(vllm, policy, engines, monkeypatch):
-    """vLLM forgets when it falls asleep, too: so the fault is put where both end up."""
+def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
+    """vLLM also resets it when it falls asleep, so the fault is put where both calls end."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
-    said, _ = selfcheck(vllm, policy, engines[2])
-    assert "after a sync of other weights and back" in said and "after prompt 4" in said and "prefix cache" in said
+    error, _ = selfcheck(vllm, policy, engines[2])
+    assert "after a sync of other weights and back" in error
+    assert "after prompt 4" in error and "prefix cache" in error
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: False)
-    with pytest.raises(RuntimeError, match="forget"), vllm.awake(dist.full_weights(policy), version=3):
-        raise AssertionError("it woke")
+    with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
+        with vllm.awake(dist.full_weights(policy), version=3):
+            raise AssertionError("it woke")
     monkeypatch.undo()
     assert selfcheck(vllm, policy, engines[2])[0] == ""
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """By the first look where the engine has other weights, by the sync of halved weights where it has the right ones."""
-    go(vllm, policy, prompts)
-    monkeypatch.setattr(vllm.llm, "collective_rpc", lambda name, kwargs: list(kwargs["weights_iterator"]))
+    """The engine already has the right weights, so it is the sync of halved weights that shows the fault."""
+    generate(vllm, policy, prompts)
+
+    def drop(name, kwargs):
+        list(kwargs["weights_iterator"])
+
+    monkeypatch.setattr(vllm.llm, "collective_rpc", drop)
     assert "halved weights changed nothing" in selfcheck(vllm, policy, engines[2])[0]
 
 
 def test_another_temperature_is_caught(engine, policy, engines, monkeypatch):
     real = engine.generate
     monkeypatch.setattr(engine, "generate", lambda prompts, n, t, *rest: real(prompts, n, 1.2 * t, *rest))
-    said, _ = selfcheck(engine, policy, engines[2])
-    assert "after the first sync" in said and "sampled" in said and "another temperature than 1" in said
+    error, _ = selfcheck(engine, policy, engines[2])
+    assert "after the first sync" in error and "sampled" in error and "a temperature other than 1" in error
 
 
-def test_requests_left_in_the_middle_are_gone(engine, policy, prompts):
-    """And the next ones come whole."""
+def test_abandoned_requests_are_aborted(engine, policy, prompts):
+    """The next call returns all of its own samples and no other ones."""
     with engine.awake(dist.full_weights(policy), version=3):
-        next(iter(engine.generate(prompts, **GO | {"n": 4})))
-    samples = go(engine, policy, prompts, n=2)
-    assert sorted(samples) == [(slot, i) for slot in prompts for i in range(2)]
+        next(iter(engine.generate(prompts, **OPTIONS | {"n": 4})))
+    samples = generate(engine, policy, prompts, n=2)
+    assert sorted(samples) == [(prompt_id, i) for prompt_id in prompts for i in range(2)]
     check_logprobs(samples, policy, 1.0)
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """With the ledger; and the engine is asleep afterwards."""
+    """It has the memory ledger and the flags to change. Afterwards the engine is asleep, and works again."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
@@ -394,67 +438,72 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
     monkeypatch.setattr(engine.model_executor, "execute_model", fail)
     with pytest.raises(RuntimeError) as e:
-        go(vllm, policy, prompts)
+        generate(vllm, policy, prompts)
     assert "failed to sample with the weights of step 3: OutOfMemoryError" in str(e.value)
-    assert all(word in str(e.value) for word in ("--engine_share", "--max_num_seqs", "GiB", "trainer", "sync", "awake"))
+    words = "--engine_share", "--max_num_seqs", "GiB", "trainer", "sync", "awake"
+    assert all(word in str(e.value) for word in words)
     assert len(steps) == 3 and vllm.version is None and engine.is_sleeping()
     monkeypatch.undo()
-    check_logprobs(go(vllm, policy, prompts), policy, 1.0)
+    check_logprobs(generate(vllm, policy, prompts), policy, 1.0)
 
 
-def test_requests_that_do_not_end_are_an_error_before_the_watch_says_less(vllm, policy, prompts, monkeypatch):
-    """A scheduler that schedules nothing."""
+def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, prompts, monkeypatch):
+    """The scheduler schedules nothing. The error comes before dist.watch would end the process."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core, "step_fn", lambda: ({}, False))
     monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stall_limit=1.0))
-    with pytest.raises(RuntimeError, match="8 of 8 responses have not ended after 1 s .--stall_limit 1.") as e:
-        go(vllm, policy, prompts, n=2)
+    words = "8 of 8 responses have not ended after 1 s .--stall_limit 1."
+    with pytest.raises(RuntimeError, match=words) as e:
+        generate(vllm, policy, prompts, n=2)
     assert "memory (GiB)" in str(e.value)
     monkeypatch.undo()
-    check_logprobs(go(vllm, policy, prompts), policy, 1.0)
+    check_logprobs(generate(vllm, policy, prompts), policy, 1.0)
 
 
-def test_memory_that_stays_is_told_once_a_gib(engine, policy):
-    def asleep(keep):
+def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
+    def sleep_with(gib):
+        """Allocate memory while the engine is awake. Returns it, and the warning after the engine slept."""
         with engine.awake(dist.full_weights(policy), version=3):
-            kept = torch.ones(int(keep * 2**28))  # 4 bytes each
-        return kept, engine.ledger.news(engine.ledger.metrics()["mem/residual_gb"])
+            memory = torch.ones(int(gib * 2**28))  # 4 bytes each
+        return memory, engine.ledger.pending_warning(engine.ledger.metrics()["mem/residual_gb"])
 
-    quiet = asleep(0)[1] + asleep(0)[1]
-    kept, loud = asleep(1.2)
-    again = asleep(0)[1]
-    assert quiet == "" and again == "" and "1.2 more" in loud and "--engine_share" in loud
-    rows = engine.ledger.rows
-    assert list(rows)[0] == "trainer" and list(rows)[-3:] == ["awake", "sampled", "asleep"] and "sync" in rows
-    assert all(name in engine.ledger.table() for name in rows)
+    before = sleep_with(0)[1] + sleep_with(0)[1]
+    memory, warning = sleep_with(1.2)
+    after = sleep_with(0)[1]
+    assert before == "" and after == "" and "1.2 more" in warning and "--engine_share" in warning
+    readings = engine.ledger.readings
+    assert list(readings)[0] == "trainer" and list(readings)[-3:] == ["awake", "sampled", "asleep"]
+    assert "sync" in readings and all(name in engine.ledger.table() for name in readings)
     assert engine.ledger.bytes == sum(p.numel() * 4 for p in policy.parameters())
 
 
-def test_the_selfcheck_changes_nothing_and_the_ledger_is_in_the_metrics(vllm, tiny, tmp_path, monkeypatch, capsys):
+def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, capsys):
+    """Metrics are equal with and without it. They have the ledger, which --verbose prints."""
     import train
     from log import read_metrics
 
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
     for check in (True, False):
         train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / str(check)), selfcheck=check, verbose=check))
-        said = capsys.readouterr().out
-        assert check == ("self-check: engine and trainer agree to" in said) == ("memory (GiB)" in said)
+        output = capsys.readouterr().out
+        assert check == ("self-check: engine and trainer agree to" in output) == ("memory (GiB)" in output)
     checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
     assert maths(checked) == maths(unchecked) and len(checked) == 2
     for row in checked:
-        assert 0 < row["mem/trainer_gb"] < row["mem/awake_gb"] + 0.1 and {"mem/asleep_gb", "mem/residual_gb"} < set(row)
+        assert 0 < row["mem/trainer_gb"] < row["mem/awake_gb"] + 0.1
+        assert {"mem/asleep_gb", "mem/residual_gb"} < set(row)
         assert 0 < row["time/sync"] + row["time/wake"] + row["time/sleep"] < row["time/step"]
 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tmp_path, monkeypatch):
-    """vLLM's by the self-check; without one, and for either engine, by the first step's gap."""
+    """vLLM by the self-check. Without a self-check, both engines by the gap of the first step."""
     import train
 
     real = engine.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
     monkeypatch.setattr(engine, "generate", lambda prompts, n, t, *rest: real(prompts, n, 1.2 * t, *rest))
-    if isinstance(engine, rollout.VLLMEngine):
-        with pytest.raises(UserError, match="self-check: on rank 0, .*another temperature.*--no-selfcheck"):
+    if engine.needs_selfcheck:
+        with pytest.raises(UserError, match="self-check: on rank 0, .*a temperature other.*--no-selfcheck"):
             train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "a")))
     with pytest.raises(UserError, match="differ by .* on average .--max_logp_gap"):
         train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "b"), selfcheck=False, max_logp_gap=0.05))

@@ -1,0 +1,269 @@
+"""Everything that refuses a run before it costs anything. Each check raises UserError, the same on every
+rank.
+
+In the order of a start: the same program on all ranks; a folder that all ranks share, with space on its disk
+(`preflight`); does the run fit on the devices (`check_fit`); does the engine sample from the policy that is
+trained (`check_engine`); can the first responses teach anything (`first_look`)."""
+
+import hashlib
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ckpt
+import dist
+import plan
+from configs import NODE, Config, UserError, require
+from data import Problem, Sample, pack
+from engine import Engine
+from model import load_config, logprobs
+from rollout import CHECK
+
+# --- the machines
+
+
+def check_ranks(cfg: Config, ranks: int) -> None:
+    """Raises UserError unless the layout, tp and shard_ranks can use `ranks` ranks."""
+    nodes = (f"--nnodes {cfg.ranks // NODE} --nproc-per-node {NODE}" if cfg.ranks > NODE
+             else f"--nproc-per-node {cfg.ranks}")
+    require(cfg.ranks in (0, ranks),
+            f"--layout {cfg.layout} is for {cfg.ranks} ranks, and {ranks} were started",
+            f"torchrun {nodes} train.py …, or --layout any")
+    require(ranks % cfg.tp == 0, f"{ranks} ranks don't divide into engines of --tp {cfg.tp}",
+            f"a multiple of {cfg.tp} ranks, or --tp 1")
+    require(ranks % (cfg.shard_ranks or 1) == 0, f"{ranks} ranks don't divide into groups of --shard_ranks "
+            f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
+
+
+def preflight(cfg: Config, main: bool) -> Path:
+    """The run's folder as an absolute path. All ranks run the same program and see and can write the same
+    folder, and its disk has space for the checkpoints. Raises UserError, the same on every rank, with host
+    names."""
+    folder, host = Path(cfg.out).absolute(), os.uname().nodename
+    facts = dist.gather((host, program(cfg)))
+    main_host, expected = facts[0]
+    other = sorted({f"{h} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected[k])})"
+                    for h, found in facts if found != expected})
+    require(not other, f"not every rank runs what rank 0 on {main_host} runs: {', '.join(other)}",
+            "the same code, packages and command line on every machine")
+    probe = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}"
+    agree(_make_folder(cfg, folder, probe) if main else "")
+    own, error = folder / f".probe-{host}-{os.getpid()}", ""
+    try:
+        if not probe.exists():
+            error = f"{host} doesn't see {folder} as rank 0 on {main_host} does"
+        own.touch()
+        own.unlink()
+    except OSError as e:
+        error = f"can't write to {folder} on {host} ({e.strerror})"
+    errors = sorted({e for e in dist.gather(error) if e})
+    if main:
+        probe.unlink()
+    require(not errors, "; ".join(errors), "--out on a file system that all ranks share")
+    agree(space_shortage(cfg, folder))
+    return folder
+
+
+def agree(message: str) -> None:
+    """Raise UserError on every rank if rank 0 has a message."""
+    message = dist.gather(message)[0]
+    if message:
+        raise UserError(message)
+
+
+def program(cfg: Config) -> dict[str, str]:
+    """What must be equal on all ranks: versions, and hashes of the code and the config."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(file.read_bytes())
+    return ckpt.VERSIONS | {"code": code.hexdigest()[:8],
+                            "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]}
+
+
+def _make_folder(cfg, folder, probe):
+    """Make the folder and a probe file in it. Returns an error message or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if cfg.resume == "never" and not restarted and any(folder.iterdir()):
+            return f"{folder} is not empty, and --resume is never; needed: an empty --out, or --resume auto"
+        probe.touch()
+    except OSError as e:
+        host = os.uname().nodename
+        return f"can't write to {folder} on {host} ({e.strerror}); needed: --out with a writable folder"
+    return ""
+
+
+def space_shortage(cfg: Config, folder: Path) -> str:
+    """Why the folder's disk is too small for the run's checkpoints and exports, or "". Raises UserError for
+    --model."""
+    policy, critic = model_shapes(cfg)
+    files = plan.disk(cfg, policy.policy, critic.critic if cfg.algo == "ppo" else 0)
+    used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
+    free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
+    if free >= files["needed"]:
+        return ""
+    one, exports, needed = (plan.gib(files[name]) for name in ("checkpoint", "exports", "needed"))
+    return (f"{plan.gib(free)} free in {folder} for {files['checkpoints']} checkpoints of {one} and an "
+            f"export of {exports}; needed: {needed}, so a smaller --keep, or another --out")
+
+
+def model_shapes(cfg: Config) -> list[plan.Shape]:
+    """Shapes of the policy and of the model that the critic starts from. Raises UserError as load_config
+    does."""
+    paths = cfg.model, cfg.critic_model or cfg.model
+    return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
+
+
+def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
+    """Print the plan for the smallest device and host, and return it as a table for the report. `problems`:
+    prompts an epoch. Raises UserError, with a remedy, where the run doesn't fit."""
+    cuda = world.device.type == "cuda"
+    device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
+    memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
+    gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    case = plan.Case(cfg, world.size, model_shapes(cfg), gpu, local=local, host=host, problems=problems)
+    rows = plan.rows_of(case)
+    say("\n".join(plan.as_text(rows)))
+    shortage = plan.shortage(case)
+    require(not shortage, shortage, shortage and plan.remedy(case))
+    say(f"\n{plan.verdict(case)}\n")
+    return plan.as_table(rows)
+
+
+# --- the engine
+
+CHECK_TOKENS = 16  # tokens of a response in the self-check
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
+
+# Stages of the self-check: when; the weights' scale; the step through a prompt's tokens; likely causes.
+STAGES = (
+    ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
+     "a model that the engine computes differently"),
+    ("after sleeping and waking", 1.0, 1, "buffers that sleeping loses and a sync doesn't bring"),
+    ("a sync of halved weights changed nothing", 0.5, -1, "syncs don't reach the weights that are in use"),
+    ("after a sync of other weights and back", 1.0, -1,
+     "a prefix cache that was not reset, or weights that only the first sync brings"))
+
+
+def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
+                 cfg: Config) -> str:
+    """Run `selfcheck` with the policy in training. Returns a line about the agreement. Raises UserError where
+    engine and trainer disagree."""
+    @torch.no_grad()
+    def trainer_logp(samples, temperature):
+        p = pack(samples).to(world.device)
+        with dist.on_device(policy, None, world.device, cfg.offload):
+            return logprobs(policy, p, temperature)[0][p.mask]
+
+    with dist.phase("selfcheck"):
+        weights = partial(dist.full_weights, policy, world.device)
+        results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
+    dist.phase_seconds()  # these seconds are not the first step's
+    wrong = next((f"on rank {rank}, {error}" for rank, (error, _) in enumerate(results) if error), "")
+    require(not wrong, f"self-check: {wrong}", "a fix of that, or --no-selfcheck to train anyway")
+    return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
+
+
+def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
+    """Prompts for `selfcheck` (prompt_id -> tokens): four problems, and one of up to 300 tokens, which fills
+    blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
+    limit = max(1, cfg.model_len - CHECK_TOKENS)
+    endless = itertools.cycle([i for p in problems[:64] for i in p.ids])
+    long = list(itertools.islice(endless, min(300, limit)))
+    return dict(enumerate([*(list(p.ids)[:limit] for p in problems[:4]), long]))
+
+
+def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
+              logprobs: Callable[[list[Sample], float], Tensor],
+              prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
+    """What is wrong with the engine, or "", and the largest mean |engine - trainer| log-prob in nats.
+
+    The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
+
+        1  after a first sync                prompts
+        2  after sleeping and waking         prompts
+        3  after a sync of halved weights    reversed prompts, which no prefix cache has
+        4  after a sync of the weights       reversed prompts
+
+    Its log-probs must equal the trainer's, `logprobs(samples, temperature)` (all tokens,); in 3 they must
+    differ. `weights()` is what `awake` takes.
+
+    All ranks run all of it, whatever they find. It uses its own random stream; the run itself does not
+    change."""
+    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
+    temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
+    errors, means = [], [0.0]
+    for when, scale, direction, causes in STAGES:
+        turned = {prompt_id: prompt[::direction] for prompt_id, prompt in prompts.items()}
+        stream = weights() if scale == 1 else ((name, t * scale) for name, t in weights())
+        with engine.awake(stream, version=-1):
+            responses = {kind: list(engine.generate(turned, 1, t, CHECK_TOKENS, (cfg.seed, CHECK), -1))
+                         for kind, t in temperatures.items()}
+        for kind, samples in responses.items():
+            logp = logprobs(samples, temperatures[kind] or 1.0).float().cpu().numpy()
+            if not samples:  # another rank of this engine has them
+                continue
+            gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
+            agree = bool(gaps.mean() <= limit)  # False where it is not a number
+            if scale == 1:
+                means.append(float(gaps.mean()))
+            if agree != (scale == 1):
+                why = causes if kind == "greedy" else (  # and greedy was right
+                    f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k")
+                errors.append(f"{when}: {_difference(engine, kind, samples, gaps)}; likely causes: {why}")
+    return next(iter(errors), ""), max(means)
+
+
+def _difference(engine, kind, samples, gaps):
+    """How far engine and trainer differ, as text. gaps: (all tokens,) |engine - trainer| log-prob."""
+    worst = [s for s in samples for _ in s.ids][gaps.argmax()]
+    text = engine.tokenizer.decode(list(worst.prompt))[-40:]
+    return (f"engine and trainer differ by {gaps.mean():.3g} nats a token on {kind} responses "
+            f"(limit {TOLERANCE[engine.dtype]:g}), by up to {gaps.max():.3g} after prompt {worst.prompt_id} "
+            f"(…{text!r})")
+
+
+# --- the first responses
+
+
+def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
+               say: Callable[[str], None]) -> None:
+    """Print three of the first step's prompts with a response, and how all responses were graded. Raises
+    UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
+    because a base model may be right one time in twenty."""
+    shown = [s for s in samples if s.sample_id == 0 and s.prompt_id < 3]
+    parts = dist.gather((Counter(s.reason for s in samples), sum(s.reward != 0 for s in samples), shown))
+    if dist.stop_requested():
+        return
+    counters, scored, shown = zip(*parts, strict=True)
+    reasons, shown = sum(counters, Counter()), sum(shown, [])
+    for s in sorted(shown, key=lambda s: s.prompt_id):
+        text = " ".join(tokenizer.decode(list(s.prompt)).split())
+        say(f"\nprompt    {text if len(text) < 400 else f'{text[:200]} … {text[-190:]}'}")
+        say(f"tokens    {' '.join(map(str, s.prompt[:12]))}{' …' * (len(s.prompt) > 12)} ({len(s.prompt)})")
+        say(f"response  {' '.join(s.text.split())[:400] or '(empty)'}")
+        say(f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}")
+    total, cut = sum(reasons.values()), reasons["truncated"]
+    graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
+    say(f"\nof the first {total} responses: {graded}\n")
+    require(cfg.go or cut <= total / 2,
+            f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
+            "score 0",
+            "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
+    mostly = reasons.most_common(1)[0][0]
+    remedy = {"unparsed": "a --template that asks for \\boxed{} inside <answer> tags, or another --reward",
+              "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
+    require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly)",
+            remedy.get(mostly, "easier --data, or a --model that is sometimes right")
+            + ", or --go to train anyway")

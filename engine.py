@@ -1,0 +1,256 @@
+"""The contract of an engine, and what all engines share.
+
+An engine samples responses with the policy's weights. It holds them only inside `awake`:
+
+    with engine.awake(full_weights(policy), version=step):
+        for sample in engine.generate(prompts, n, temperature, max_tokens, key, version=step):
+            ...
+
+A new engine is a subclass with two methods, `load(weights)` and `generate(…)`, and its name in
+rollout.ENGINES. `unload()` is for engines that give memory back. The base class does the rest: it counts
+the weights, allows one `awake` at a time, refuses stale weights, and records memory. Stale weights are the
+costliest silent fault of such systems. So weights come only through `awake`, each exactly once, and
+`generate` runs on no version but the one it is asked for.
+
+Randomness is counted: a sample is a function of (key, prompt_id, sample_id), and not of what was drawn
+before."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from configs import Config
+from data import Sample
+from dist import Device, Weights
+from model import Policy, load_config
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Memory at one moment. torch's own counts are not used: they contain a sleeping engine's tensors,
+    although no memory backs those."""
+
+    held: float  # GiB of the device, by all processes; on a CPU: of the host, by this process
+    seconds: float  # since the reading before
+
+
+class MemoryLedger:
+    """Memory at each stage of an engine's last `awake`, and its residual: what the sleeping engine keeps, in
+    GiB. Make it before the engine: the first reading is the memory without the engine."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.readings, self.time = torch.device(device), {}, time.perf_counter()
+        self.bytes = 0  # of the last weights
+        self.mark("before")
+        self.residual, self.least_residual = 0.0, float("inf")
+
+    def mark(self, stage: str) -> None:
+        """Record memory at the end of `stage`. Waits for the device."""
+        statm = Path("/proc/self/statm")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            held = total - free
+        elif statm.is_file():
+            held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        else:  # not Linux: only the peak is known
+            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before, self.time = self.time, time.perf_counter()
+        self.readings[stage] = MemoryReading(held / 2**30, self.time - before)
+
+    def begin(self) -> None:
+        """Start the readings of an `awake`: give torch's cached memory back, then record what the trainer
+        holds."""
+        free_cache(self.device)
+        self.readings.clear()
+        self.mark("trainer")
+
+    def end(self) -> None:
+        """End the readings, after the engine fell asleep. Adds to the residual: memory held now minus memory
+        held at the first reading."""
+        before = next(iter(self.readings.values()))
+        free_cache(self.device)
+        self.mark("asleep")
+        self.residual += self.readings["asleep"].held - before.held
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last `awake`, in GiB and seconds."""
+        seconds = {stage: r.seconds for stage, r in self.readings.items()}
+        return {f"mem/{stage}_gb": self.readings[stage].held for stage in ("trainer", "awake", "asleep")} | {
+            "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
+            "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
+
+    def table(self) -> str:
+        """The last `awake` as text, one line a stage."""
+        lines = [f"  {stage:10} {r.held:9.3f} {r.seconds:10.3f}" for stage, r in self.readings.items()]
+        return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
+
+    def pending_warning(self, residual: float) -> str:
+        """A warning when `residual` (mem/residual_gb) is 1 GiB above its lowest value since the last warning,
+        else ""."""
+        growth = residual - self.least_residual
+        self.least_residual = min(self.least_residual, residual) if growth < 1 else residual
+        return "" if growth < 1 else (
+            f"the sleeping engine keeps {residual:.1f} GiB of the device, {growth:.1f} more than before, "
+                "and memory will run out; a smaller --engine_share or --pack_len leaves more room; the same "
+                "command starts a fresh process from the last checkpoint; --verbose shows where memory grows")
+
+
+def free_cache(device: torch.device) -> None:
+    """Give torch's cached memory back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- the contract
+
+
+class Engine(abc.ABC):
+    """Base class of the engines; see the top of this file. An engine is made by all ranks together."""
+
+    needs_selfcheck = False  # compare it with the trainer before the first step (checks.check_engine)
+    needs_gil = False  # its scheduler is Python in this process, so another process writes checkpoints
+
+    def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
+                 dtype: torch.dtype = torch.float32) -> None:
+        self.tokenizer, self.cfg, self.device, self.dtype = tokenizer, cfg, torch.device(device), dtype
+        self.config = load_config(path)
+        with torch.device("meta"):
+            self.policy = Policy(self.config)  # names and shapes, without memory
+        self.names = [name for name, _ in self.policy.named_parameters()]
+        self.eos = eos_ids(path, tokenizer, self.config)
+        self.version = None  # of the weights it holds; None while asleep
+        self.busy = False  # inside `awake`
+        self.ledger = MemoryLedger(device)
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.engine_id, self.engines, self.tp_rank = rank // cfg.tp, world // cfg.tp, rank % cfg.tp
+
+    # What a new engine writes:
+
+    @abc.abstractmethod
+    def load(self, weights: Weights) -> None:
+        """Take all weights (name, whole tensor), and call self.ledger.mark("sync") when they are in place. A
+        tensor is valid only until the next one is asked for."""
+
+    @abc.abstractmethod
+    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
+                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+        """`n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), as they finish.
+        Temperature 0 is greedy. `key` seeds the randomness. Call self.check(version) first; it raises
+        RuntimeError on stale weights. Make samples with self.sample."""
+
+    def unload(self) -> None:  # noqa: B027  an engine may have nothing to give back
+        """Give memory back at the end of `awake`."""
+
+    # What the trainer uses:
+
+    @contextlib.contextmanager
+    def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
+        """Load the weights (name, whole tensor) of `version`. Inside, `generate` works; afterwards the engine
+        sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
+        if self.busy:
+            raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
+                               "leave that `with engine.awake(…)` first")
+        self.busy = True
+        self.ledger.begin()
+        try:
+            with self.engine_errors(f"to load the weights of step {version}"):
+                stream = self.counted_weights(weights)
+                self.load(stream)
+                for name, _ in stream:  # asks for more: the stream then checks that nothing is missing
+                    raise RuntimeError(f"the engine did not take {name}")
+                self.ledger.mark("awake")
+            self.version = version
+            yield self
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self._sleep()
+            raise
+        else:
+            self._sleep()
+        finally:
+            self.busy = False
+
+    def _sleep(self):
+        self.version = None
+        self.ledger.mark("sampled")
+        with self.engine_errors("to fall asleep"):
+            self.unload()
+        self.ledger.end()
+
+    def check(self, version: int) -> None:
+        """Raises RuntimeError unless the engine is awake with the weights of `version`."""
+        if self.version != version:
+            raise RuntimeError(
+                f"the engine holds weights of step {self.version} and was asked for step {version}; "
+                "generate inside `with engine.awake(full_weights(policy), version=step)`")
+
+    def counted_weights(self, weights: Weights) -> Weights:
+        """The weights, counted. Raises RuntimeError for a name that is repeated or not the model's, and at
+        the end for missing names."""
+        missing, self.ledger.bytes = dict.fromkeys(self.names), 0
+        for name, tensor in weights:
+            if name not in missing:
+                known = name in self.names
+                raise RuntimeError(f"{name} came twice" if known else f"the model has no parameter {name}")
+            del missing[name]
+            self.ledger.bytes += tensor.nbytes
+            yield name, tensor
+        if missing:
+            raise RuntimeError(f"{len(missing)} of {len(self.names)} parameters did not come: "
+                               f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}")
+
+    @contextlib.contextmanager
+    def engine_errors(self, doing: str) -> Iterator[None]:
+        """An exception inside becomes a RuntimeError that says what the engine failed to do, with the memory
+        ledger."""
+        try:
+            yield
+        except Exception as e:
+            message = (str(e).strip().splitlines() or [""])[0]
+            remedy = ""
+            if isinstance(e, torch.OutOfMemoryError) or "out of memory" in message.lower():
+                share, seqs = self.cfg.engine_share, self.cfg.max_num_seqs
+                remedy = (f"\nneeded: a smaller --engine_share ({share}) if the trainer or other processes "
+                          f"hold the memory, a smaller --max_num_seqs ({seqs}) if sampling does")
+            raise RuntimeError(f"the engine failed {doing}: {type(e).__name__}: {message}\n"
+                               f"{self.ledger.table()}{remedy}") from e
+
+    def sample(self, prompt_id: int, sample_id: int, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
+               stopped: bool) -> Sample:
+        """The Sample of one finished response. Its text leaves out an EOS token at the end."""
+        body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
+        text = self.tokenizer.decode(body.tolist())
+        return Sample(prompt_id, sample_id, tuple(prompt), ids, logp, bool(stopped), text, self.version)
+
+    def response_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """Largest response to `prompt`, in tokens: `max_tokens`, or less where prompt and response together
+        reach the length limit (model_len in training, engine_len in a longer evaluation)."""
+        cfg = self.cfg
+        length = cfg.model_len if max_tokens <= cfg.max_response_len else cfg.engine_len
+        return min(max_tokens, length - len(prompt))
+
+
+def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
+    """Every token that ends a response: the tokenizer's, the model config's and the generation config's. Base
+    and chat models name different ones, and a missed one would count as a truncation."""
+    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    if (Path(path) / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        found.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
+    lists = [f if isinstance(f, list | tuple) else [f] for f in found]
+    return {int(i) for ids in lists for i in ids if i is not None}

@@ -1,0 +1,286 @@
+"""An engine in plain PyTorch with a static KV cache, for laptops and tests. It needs no vLLM.
+
+Responses are decoded in waves of at most `max_num_seqs`, longest prompts first. A row of the batch is a
+*prefix*, and responses that are equal so far share a row. All samples of a prompt start in one row; they part
+where their tokens differ. Rows of finished responses are dropped. With two samples of prompt `p q` and one of
+`r`:
+
+    step   responses          rows (prefixes)      where (row of each response)
+    0      1: -  2: -  3: -   p q | r              0 0 1
+    1      1: a  2: a  3: x   p q a | r x          0 0 1
+    2      1: b  2: c  3: y   p q a b | r x y | p q a c        0 2 1
+    3      1: .  2: d  3: z   p q a c d | r x y z  (1 ended)   0 1     (2 and 3 are left)
+
+Prompts are padded on the left so that they end in one column. So at each step all rows write the same column:
+
+    column      0 1 2 3 4 5
+    prompt A    p q r s a b      the dots are padding, which `allowed` masks
+    prompt B    . . t u x y
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine import Engine
+from model import Policy, Segments, logits_fp32
+
+STOP_WINDOW = 32  # tokens in which a stop string is looked for
+
+
+class Cache:
+    """Keys and values of up to `capacity` rows: for each layer (2, capacity, Hkv, columns, d)."""
+
+    def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
+        """Space for prompts of `lengths` (R,) in the first R rows and `steps` tokens after them. dtype and
+        device are those of `like`."""
+        self.rows, self.width = len(lengths), int(lengths.max())
+        self.column = self.width  # where a decoding step writes
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
+        # Zeros: masked values still enter sums, as 0 times what is there. New memory may hold NaN.
+        self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
+        self.allowed = None  # (capacity, 1, 1, columns); None: all prompts are equally long
+        if int(lengths.min()) < self.width:
+            padding = lengths.new_zeros(capacity)
+            padding[:self.rows] = self.width - lengths
+            column = torch.arange(self.width + steps, device=like.device)
+            self.allowed = (column >= padding[:, None])[:, None, None]
+        self.prefill = None  # row and column of each token of a packed prefill
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store (1, Hkv, T, d) of a prefill, or (R, Hkv, 1, d) of a decoding step."""
+        for cached, new in zip(self.layers[layer], (key, value), strict=True):
+            if self.prefill is None:
+                cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
+            else:
+                row, column = self.prefill
+                cached[row, :, column] = new[0].transpose(0, 1)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values up to the current column, and the mask of those that each row may see."""
+        end = self.column + 1
+        key, value = self.layers[layer][:, :self.rows, :, :end]
+        return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., :end]
+
+    def compact(self, parents: Tensor) -> Tensor:
+        """Compact the cache to the sorted rows `parents` (n,), which may repeat. Returns their new indices
+        (n,), all below n. A row moves only if its index is n or more; a repeated row is copied."""
+        n = self.rows = len(parents)
+        stays = parents < n
+        stays[1:] &= parents[1:] != parents[:-1]  # only the first of equal parents
+        is_free = torch.ones_like(stays)
+        is_free[parents[stays]] = False
+        source, target = parents[~stays], is_free.nonzero()[:, 0]
+        if len(target):
+            for cached in self.layers:
+                cached[:, target, :, :self.column + 1] = cached[:, source, :, :self.column + 1]
+            if self.allowed is not None:
+                self.allowed[target] = self.allowed[source]
+        return parents.masked_scatter(~stays, target)
+
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers FusedDecoder knows
+
+
+class FusedDecoder:
+    """A decoding step in fewer operations than the model's modules take: one product for query, key and
+    value, one for gate and up, and no batch dimension. A small model on a CPU spends half its time between
+    operations. Other model types than LLAMA_LIKE run through their modules."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.layers = policy, []
+        rope = getattr(policy.config, "rope_parameters", None) or {}
+        fixed_rope = rope.get("rope_type", "default") not in ("dynamic", "longrope")
+        self.fused = policy.config.model_type in LLAMA_LIKE and fixed_rope
+
+    def prepare(self, positions: int) -> None:
+        """Before a wave: concatenate the loaded weights, and compute rotary tables of so many positions."""
+        if not self.fused:
+            return
+        model, like = self.policy.model, self.policy.lm_head.weight
+        self.layers = [(layer, fuse(layer.self_attn, "q_proj", "k_proj", "v_proj"),
+                        fuse(layer.mlp, "gate_proj", "up_proj")) for layer in model.layers]
+        cos, sin = model.rotary_emb(like, torch.arange(positions, device=like.device)[None])
+        first, second = sin[0, :, None].chunk(2, -1)
+        self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
+
+    def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Last hidden states (R, D) of tokens (R,) at positions (R,). Keys and values go to the cache's
+        column."""
+        if not self.fused:
+            return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
+        x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        for i, (layer, qkv, gate_up) in enumerate(self.layers):
+            heads = F.linear(rms_norm(layer.input_layernorm, x), *qkv)
+            x = x + self._attention(layer.self_attn, heads, cos, sin, cache, i)
+            gate, up = F.linear(rms_norm(layer.post_attention_layernorm, x), *gate_up).chunk(2, -1)
+            x = x + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+        return rms_norm(self.policy.model.norm, x)
+
+    def _attention(self, attention, heads, cos, sin, cache, i):
+        """Output (R, D) of layer i's attention module for its queries, keys and values side by side."""
+        rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
+        heads = heads.view(rows, -1, d)
+        qk, value = heads[:, :-kv], heads[:, -kv:]
+        if hasattr(attention, "q_norm"):
+            query, key = rms_norm(attention.q_norm, qk[:, :-kv]), rms_norm(attention.k_norm, qk[:, -kv:])
+            qk = torch.cat([query, key], 1)
+        qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
+        cache.write(i, qk[:, -kv:, None], value[:, :, None])
+        key, value, allowed = cache.read(i)
+        # For one query a row, batched products are faster on a CPU than scaled_dot_product_attention.
+        query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
+        scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, columns)
+        if allowed is not None:
+            scores.masked_fill_(~allowed, -torch.inf)
+        out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
+        return attention.o_proj(out.view(rows, -1))
+
+
+def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """x by one of Hugging Face's RMSNorm modules, in one call."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear that computes what these linears of `module` compute, side by side."""
+    linears = [getattr(module, name) for name in names]
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    return torch.cat([linear.weight for linear in linears]), bias
+
+
+class TorchEngine(Engine):
+    """Batched decoding with a static cache; see the top of this file."""
+
+    def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
+        super().__init__(path, tokenizer, cfg, device, dtype)
+        self.policy.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+        self.policy.tie()
+        self.policy.rebuild_buffers()
+        self.decoder = FusedDecoder(self.policy)
+        self.eos_tensor = self._tensor(sorted(self.eos))
+        self.may_stop = self._tensor(_may_stop(tokenizer, self.config.vocab_size, cfg.stop))
+        self.ledger.end()
+
+    def load(self, weights):
+        parameters = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                parameters[name].copy_(tensor)
+        self.ledger.mark("sync")
+
+    @torch.inference_mode()
+    def generate(self, prompts, n, temperature, max_tokens, key, version):
+        self.check(version)
+        longest_first = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
+        responses = [(prompt_id, i) for prompt_id in longest_first for i in range(n)]
+        for start in range(0, len(responses), self.cfg.max_num_seqs):
+            wave = responses[start:start + self.cfg.max_num_seqs]
+            yield from self._wave(wave, prompts, temperature, max_tokens, key)
+
+    def _wave(self, wave, prompts, temperature, max_tokens, key):
+        """Decode the responses (prompt_id, sample_id) of `wave` together, and yield each when it ends.
+        `where` (B,) is the cache row of each response that is still running."""
+        limit = self._tensor([self.response_limit(prompts[p], max_tokens) for p, _ in wave])
+        steps = int(limit.max())
+        draws = self._tensor(np.stack([uniforms((*key, *response), steps) for response in wave]))
+        cache, where, hidden = self._prefill([p for p, _ in wave], prompts, steps)
+        lengths = self._tensor([len(prompts[p]) for p, _ in wave])
+        ids = torch.zeros(len(wave), steps, dtype=torch.int32, device=self.device)
+        logp = torch.zeros(len(wave), steps, device=self.device)
+        self.decoder.prepare(int(lengths.max()) + steps)
+        for t in range(steps):
+            logits = logits_fp32(hidden, self.policy.lm_head.weight)
+            token, ids_logp = sample_token(logits[where], draws[:, t], temperature)
+            ids[:, t], logp[:, t] = token, ids_logp
+            stopped = self._stopped(token, ids, t)
+            ended = stopped | (limit == t + 1)
+            done = ended.nonzero()[:, 0].tolist()
+            if done:
+                columns = (x[done].cpu().numpy() for x in (ids[:, :t + 1], logp[:, :t + 1], stopped))
+                for j, *sampled in zip(done, *columns, strict=True):
+                    prompt_id, sample_id = wave[j]
+                    yield self.sample(prompt_id, sample_id, prompts[prompt_id], *sampled)
+                running = (~ended).nonzero()[:, 0]
+                if len(running) == 0:
+                    return
+                wave = [wave[j] for j in running.tolist()]
+                where, token, ids, logp, draws, limit, lengths = (
+                    x[running] for x in (where, token, ids, logp, draws, limit, lengths))
+            if done or cache.rows < len(where):  # the rows change
+                # Responses of one row that took the same token stay in one row; the others get rows of their
+                # own.
+                prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
+                where = cache.compact(prefix // self.config.vocab_size)[of_response]
+            cache.column = cache.width + t  # from here the new token's
+            of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
+            hidden = self.decoder.step(*of_row, cache)
+
+    def _prefill(self, prompt_ids, prompts, steps):
+        """A cache with the distinct prompts of `prompt_ids`; the row of each prompt_id; the rows' last hidden
+        states (R, D). Prompts are computed in packs of about pack_len tokens."""
+        distinct = list(dict.fromkeys(prompt_ids))
+        lengths = self._tensor([len(prompts[p]) for p in distinct])
+        cache = Cache(self.config, len(prompt_ids), lengths, steps, self.policy.lm_head.weight)
+        rows = torch.arange(len(distinct), device=self.device)
+        last = []
+        for row in rows.split(max(1, self.cfg.pack_len // cache.width)):
+            length = lengths[row]
+            tokens = self._tensor([i for r in row.tolist() for i in prompts[distinct[r]]])
+            ends = length.cumsum(0)
+            position = torch.arange(len(tokens), device=self.device)
+            position = position - (ends - length).repeat_interleave(length)
+            column = position + (cache.width - length).repeat_interleave(length)
+            cache.prefill = row.repeat_interleave(length), column
+            segments = Segments(F.pad(ends, (1, 0)).int(), int(length.max()))
+            hidden = self.policy.hidden(tokens[None], position[None], segments=segments, cache=cache)[0]
+            last.append(hidden[ends - 1])
+        cache.prefill = None
+        row_of = {p: row for row, p in enumerate(distinct)}
+        return cache, self._tensor([row_of[p] for p in prompt_ids]), torch.cat(last)
+
+    def _stopped(self, token, ids, t):
+        """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end
+        one."""
+        stopped = torch.isin(token, self.eos_tensor)
+        for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist() if self.cfg.stop else ():
+            tail = ids[j, max(0, t + 1 - STOP_WINDOW):t + 1].tolist()
+            after, before = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
+            stopped[j] = any(after.count(s) > before.count(s) for s in self.cfg.stop)
+        return stopped
+
+    def _tensor(self, values):
+        return torch.tensor(values, device=self.device)
+
+
+def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) drawn from softmax(logits / temperature) and their log-probs (B,). The uniforms u (B,)
+    invert the cumulative distribution. Temperature 0 takes the likeliest token."""
+    if temperature == 0:
+        logp = logits.log_softmax(-1)
+        token = logp.argmax(-1)
+    else:
+        logp = (logits / temperature).log_softmax(-1)
+        cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+        token = token.clamp(max=logits.shape[1] - 1)
+    return token, logp.gather(1, token[:, None])[:, 0]
+
+
+def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
+    """(count,) uniforms in [0, 1) that are a function of the key; a longer draw starts with the shorter
+    one."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+
+
+def _may_stop(tokenizer, vocabulary, stop):
+    """For each token, whether a stop string can end inside its text."""
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    texts += [""] * (vocabulary - len(tokenizer))
+    tails = tuple(s[i:] for s in stop for i in range(len(s)))
+    return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -1,0 +1,167 @@
+"""vLLM inside the training rank. All contact with vLLM is here; vllm is imported when an engine is made.
+
+The engine holds the device while it is awake. Asleep (vLLM's level 2) it keeps no weights; they are loaded
+again at each step. The order in `load` keeps the peak of memory low:
+
+    asleep -> allocate weights -> stream the policy's weights in -> free what was gathered -> allocate the KV
+    cache -> awake
+
+Tested with vLLM 0.26 to 0.32.
+"""
+
+import contextlib
+import inspect
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+
+from configs import UserError
+from engine import Engine, free_cache
+
+
+class VLLMEngine(Engine):
+    """vLLM's LLM with the `external_launcher` executor: `tp` neighbouring ranks are one engine."""
+
+    needs_selfcheck = True
+    needs_gil = True
+
+    def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
+        super().__init__(path, tokenizer, cfg, device, dtype)
+        LLM = _import_vllm()
+        # On a CPU, compiling would take minutes.
+        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
+                  if self.device.type == "cuda" else dict(kv_cache_memory_bytes=2**28, enforce_eager=True))
+        rng = torch.get_rng_state()
+        with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
+            self.llm = LLM(
+                model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
+                max_num_seqs=cfg.max_num_seqs, seed=self.engine_id, tensor_parallel_size=cfg.tp,
+                distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
+                load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
+        torch.set_rng_state(rng)  # LLM() reseeds every generator
+        self._sleep()
+
+    def load(self, weights):
+        self.llm.wake_up(tags=["weights"])
+        self.ledger.mark("weights")
+        # vLLM keeps a tied embedding until the last weight has come, and an embedding or head for good if it
+        # pads its rows. FSDP frees what was yielded before that, so these two are copied.
+        must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
+        copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
+        stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self.llm.apply_model(_repack_tied_head)
+        free_cache(self.device)
+        self.ledger.mark("sync")
+        self.llm.wake_up(tags=["kv_cache"])
+        if self.llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM did not reset its prefix cache")
+        assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
+
+    def unload(self):
+        """Abort what still runs, and sleep. An engine that failed while it woke is left as it is: it can't
+        sleep."""
+        engine = self.llm.llm_engine
+        if engine.has_unfinished_requests():
+            # Newer versions tell their own request ids from the caller's.
+            known = inspect.signature(engine.abort_request).parameters
+            internal = {"internal": True} if "internal" in known else {}
+            engine.abort_request(list(engine.output_processor.request_states), **internal)
+        if not engine.is_sleeping():
+            self.llm.sleep(level=2)
+            assert engine.is_sleeping(), "vLLM did not fall asleep"
+
+    def generate(self, prompts, n, temperature, max_tokens, key, version):
+        """See Engine.generate. A prompt's samples come together, when all have ended. All ranks of an engine
+        see all samples; each yields its share of the prompts."""
+        self.check(version)
+        drawn = n if temperature else 1  # greedy samples are all equal
+        prompt_of = self._enqueue(prompts, drawn, temperature, max_tokens, key)
+        mine = set(sorted(prompts)[self.tp_rank::self.cfg.tp])
+        for output in self._finished(version, drawn * len(prompts)):
+            prompt_id = prompt_of[output.request_id]
+            for o in output.outputs if prompt_id in mine else ():
+                ids = np.array(o.token_ids, dtype=np.int32)
+                logp = _sampled_logprobs(o.logprobs, ids)
+                for sample_id in (o.index,) if temperature else range(n):
+                    yield self.sample(prompt_id, sample_id, prompts[prompt_id], ids, logp,
+                                      o.finish_reason == "stop")
+
+    def _enqueue(self, prompts, n, temperature, max_tokens, key):
+        """Queue the prompts, longest first. Returns the prompt_id of each request."""
+        from vllm import SamplingParams
+
+        order = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
+        params = [SamplingParams(
+            n=n, temperature=temperature, max_tokens=self.response_limit(prompts[p], max_tokens),
+            seed=int(np.random.SeedSequence((*key, p)).generate_state(1, np.uint32)[0]), logprobs=0,
+            stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
+            skip_special_tokens=False) for p in order]
+        requests = [{"prompt_token_ids": list(prompts[p])} for p in order]
+        ids = self.llm.enqueue(requests, params, use_tqdm=False)
+        # Newer versions return "id-uuid" here, and "id" with the output.
+        return {i.partition("-")[0]: p for i, p in zip(ids, order, strict=True)}
+
+    def _finished(self, version, responses):
+        """vLLM's outputs as they finish. Raises RuntimeError if it fails, or nearly takes --stall_limit
+        seconds: this message knows more than dist.watch's, which would come next."""
+        engine, start, limit = self.llm.llm_engine, time.monotonic(), self.cfg.stall_limit
+        while engine.has_unfinished_requests():
+            with self.engine_errors(f"to sample with the weights of step {version}"):
+                outputs, seconds = engine.step(), time.monotonic() - start
+                if seconds > 0.9 * limit:
+                    left = engine.get_num_unfinished_requests()
+                    raise TimeoutError(f"{left} of {responses} responses have not ended after {seconds:.0f} "
+                                       f"s (--stall_limit {limit:g})")
+            yield from (output for output in outputs if output.finished)
+
+
+def _import_vllm():
+    """vLLM's LLM class. Sets the environment that vLLM reads at its first import. Raises UserError."""
+    for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
+                            VLLM_NO_USAGE_STATS="1").items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():  # a compilation of 13 s hides in the first call
+        torch._dynamo.config.disable = True
+    try:
+        from vllm import LLM
+    except ImportError as e:
+        raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); "
+                        "needed: pip install -r requirements.txt, or --engine torch") from None
+    return LLM
+
+
+@contextlib.contextmanager
+def _muted():
+    """Send stdout and stderr of this process, native code included, to /dev/null."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    try:
+        yield
+    finally:
+        for fd, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def _repack_tied_head(model):
+    """vLLM's CPU build keeps a packed copy of a tied head. A reload leaves it stale, without an error."""
+    head = getattr(model, "lm_head", None)
+    tied = head is not None and head.weight is model.model.embed_tokens.weight
+    if tied and head.weight.device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _sampled_logprobs(logprobs, ids):
+    """(L,) log-probs of the sampled tokens. In vLLM's flat list they come first at each position."""
+    flat = np.array(logprobs.logprobs, dtype=np.float32)
+    starts = np.array(logprobs.start_indices)
+    assert (np.array(logprobs.token_ids)[starts] == ids).all()
+    return flat[starts]
