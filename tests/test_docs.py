@@ -1,98 +1,121 @@
-"""The README holds: its commands run, and every flag, file, function and metric that it names is there."""
+"""The docs are true: their commands run, and every flag, file, function, number and metric in them exists.
 
+The docs are README.md, CONTRIBUTING.md and docs/*.md. How they must be written so that this file can read
+them: commands stand in indented blocks, in `bash` blocks or in `code spans`; a function is named
+`module.name`; tables of metrics in docs/metrics.md have `unit` as the head of their second column.
+"""
+
+import ast
 import dataclasses
 import importlib
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-FENCED = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
-PROSE = re.sub(r"^```.*?^```\n", "", README, flags=re.M | re.S)  # with the indented blocks
-SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", re.sub(r"^    .*\n", "", PROSE, flags=re.M))]
-TOOLS = ("python", "torchrun", "make", "pip", "tensorboard", "sbatch", "srun", "jupyter", "git")
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in FILES}
+README = DOCS["README.md"]
+TEXT = "\n\n".join(DOCS.values())
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
+PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)  # with the indented blocks
+UNINDENTED = re.sub(r"^    .*\n", "", PROSE, flags=re.M)
+SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", UNINDENTED)]
+SOURCES = {p.stem: p.read_text(encoding="utf-8") for p in ROOT.glob("*.py")}
+TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# What isn't run here, and why. Everything else that the README tells people to type is.
+# What is not run here, and why. Everything else that the docs tell people to type is run.
 CANNOT = {
-    "make demo": "minutes, and a network to install from; test_train.py runs the same program",
+    "make demo": "takes minutes and a network; test_train.py runs the same program",
     "make test": "this is it",
-    "make rehearse": "33 processes and minutes",
-    "make chaos": "twenty runs",
-    "make bench": "half an hour, and the machine for itself",
-    "torchrun": "GPUs, or several machines; that torchrun and train.py take its flags is checked below",
-    "python train.py tiny-grpo": "a run of minutes; test_train.py runs such with a reward and data of its own",
-    "python log.py runs/mine": "what the command before leaves; test_log.py runs it",
-    "python rollout.py": "long responses; test_recipes.py runs it with short ones",
-    "sbatch": "a cluster",
-    "srun": "a cluster",
+    "make rehearse": "takes 33 processes and minutes",
+    "make chaos": "takes twenty runs",
+    "make bench": "takes half an hour, and nothing else may run",
+    "pip install": "needs a network; the file that it names is looked up below",
+    "ruff check": "make test runs it",
+    "torchrun": "needs GPUs or several machines; its flags and train.py's are checked below",
+    "python train.py tiny-grpo": "takes minutes; test_train.py runs such with its own reward and data",
+    "python rollout.py": "samples long responses; test_recipes.py runs it with short ones",
+    "sbatch": "needs a cluster",
+    "tensorboard": "serves until it is stopped",
+    "srun": "needs a cluster",
 }
-# What Slurm's programs take; theirs is not here to be asked.
-SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode", "signal",
-         "cpus-per-task"}
-NO_FILES = {"NET/IB", "NET/Socket"}  # words of NCCL's
-YOURS = {"my_reward.py", "FILE.py", "mine.jsonl"}  # the user's own
-# Metrics that only some settings bring, and the settings.
-ONLY = {"kl": dict(kl_coef=0.1), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
-        "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "time/ref": dict(kl_coef=0.1),
-        "time/old_logp": dict(policy_updates=2)}
-ON_CUDA = {"mfu", "mem/device_peak_gb"}
+# Flags of Slurm's programs, which are not installed here.
+SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
+         "signal", "cpus-per-task"}
+NOT_FILES = {"NET/IB", "NET/Socket"}  # words of NCCL
+YOURS = {"my_reward.py", "FILE.py", "mine.jsonl"}  # files that the user writes
 
 
 def commands() -> list[str]:
-    """Every command in the README, on one line, without its comment."""
-    blocks = re.findall(r"(?:^    .*\n)+", PROSE, re.M) + [body for kind, body in FENCED if kind in ("", "bash", "sh")]
+    """Every command in the docs, each on one line, without its comment."""
+    blocks = re.findall(r"(?:^    .*\n)+", PROSE, re.M)
+    blocks += [body for kind, body in FENCED if kind in ("", "bash", "sh")]
     lines = [line for b in blocks for line in re.sub(r"\\\n\s*", " ", b).splitlines()] + SPANS
     words = [re.sub(r"(^|\s+)#.*", "", line).strip().removesuffix("&").split() for line in lines]
     return list(dict.fromkeys(" ".join(w) for w in words if len(w) > 1 and w[0] in TOOLS))
 
 
-def section(title: str) -> str:
-    """The text under a heading, to the next."""
-    return README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+def tables(text: str, first: str) -> list[list[list[str]]]:
+    """The rows, as cells, of every Markdown table whose head starts with the cell `first`."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+        lines = [line for line in block.splitlines() if not re.fullmatch(r"[|:\s-]+", line)]
+        head, *rows = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        if head[0] == first:
+            found.append([head, *rows])
+    return found
 
 
-def glossary() -> dict[str, tuple[str, str]]:
-    """Metric -> (unit, meaning)."""
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| (.*) \|$", section("What the metrics mean"), re.M)
-    assert len(rows) == len({r[0] for r in rows}) > 30
-    return {key: (unit.strip(), meaning) for key, unit, meaning in rows}
+def settings(cell: str) -> dict:
+    """The `name=value` spans of a cell, as Python values."""
+    def value(text: str):
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+
+    return {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]+)`", cell)}
 
 
-def pattern(metric: str) -> str:
-    """Regular expression of the keys that a glossary entry stands for."""
-    for hole, what in {"<reason>": "[a-z]+", "<set>": "[^/]+", "<phase>": "(?!step$)[a-z_]+", "<k>": r"\d+"}.items():
-        metric = metric.replace(hole, what)
-    return metric
+# --- what people type
 
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """What stands for the README's capital words and user's files; the reward function is the README's own."""
+    """What stands for the docs' capital words and the user's files; the reward function is README's own."""
     folder = tmp_path_factory.mktemp("docs")
-    (body,) = [body for kind, body in FENCED if kind == "python" and "def score" in body]
+    (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
     rows = [{"response": rf"<answer>\boxed{{{i}}}</answer>", "answer": "2"} for i in (2, 3)]
     (folder / "RESPONSES.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return {"RUN": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
-            **{name: f"{folder}/{name}" for name in ("RESPONSES.jsonl", "my_reward.py")}}
+    files = ("RESPONSES.jsonl", "my_reward.py", "compare.png")
+    return {"RUN": str(two_ranks[0]), "RUN2": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
+            **{name: f"{folder}/{name}" for name in files}}
 
 
 def test_commands_that_can_run_here_do(placeholders):
-    ran, holes = [], "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
+    """Each ends with status 0 and prints something."""
+    ran = []
+    holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():
         if any(command.startswith(c) for c in CANNOT):
             continue
         assert command.startswith("python "), f"not run and not in CANNOT: {command}"
         filled = shlex.split(re.sub(holes, lambda m: placeholders[m[0]], command))
-        done = subprocess.run([sys.executable, *filled[1:]], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0 and done.stdout, (filled, done.stdout[-500:], done.stderr[-2000:])
+        done = subprocess.run([sys.executable, *filled[1:]], cwd=ROOT, capture_output=True, text=True,
+                              timeout=600, check=False)
+        assert done.returncode == 0, (filled, done.stdout[-500:], done.stderr[-2000:])
+        assert done.stdout, filled
         ran.append(command.split()[1])
-    assert {"configs.py", "train.py", "reward.py", "ckpt.py"} <= set(ran)
+    assert {"plan.py", "train.py", "reward.py", "ckpt.py", "report.py"} <= set(ran)
 
 
 def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
@@ -114,11 +137,77 @@ def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
     assert seen >= 3
 
 
+def test_every_make_target_and_requirements_file_exists():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    named = {c.split()[1] for c in commands() if c.startswith("make ")}
+    assert named <= set(targets) and {"demo", "test"} <= named
+    files = {name for c in commands() if c.startswith("pip ") for name in re.findall(r"-r (\S+)", c)}
+    assert files and all((ROOT / name).is_file() for name in files)
+
+
 def test_shell_scripts_are_shell():
     scripts = [body for kind, body in FENCED if kind == "bash"]
     assert any("#SBATCH" in s for s in scripts)
     for s in scripts:
-        assert subprocess.run(["bash", "-n"], input=s, text=True, capture_output=True, check=False).stderr == ""
+        done = subprocess.run(["bash", "-n"], input=s, text=True, capture_output=True, check=False)
+        assert done.stderr == ""
+
+
+STAND_INS = {  # for Slurm's programs; they record what they are called with
+    "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
+    "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
+    # Runs until it is signalled, then takes a moment to save; ends by itself with status 3 where told to.
+    "srun": 'echo "$@" > arguments\n'
+            "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
+            "echo $$ > pid\n"
+            '[ "$ENDS" ] && exit 3\n'
+            "for _ in $(seq 300); do sleep 0.1; done",
+}
+
+
+@pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
+def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
+    """Signalled, it waits for the save and requeues the job, unless the run has finished by then. Otherwise
+    it ends with the status of srun, and does not requeue."""
+    (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
+    assert script.count("OUT=/shared/runs/orz-7b\n") == 1
+    (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
+    (tmp_path / "bin").mkdir()
+    for name, body in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "first,second", "SLURM_CPUS_ON_NODE": "4",
+        "LAST": "1" if last else "", "ENDS": "" if signalled else "1"}
+    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env)
+    if signalled:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+    status = job.wait(30)
+    called = (tmp_path / "arguments").read_text()
+    assert "--rdzv-endpoint first:29500 --rdzv-id 7.0 " in called and f"--out {tmp_path}/run" in called
+    assert (tmp_path / "saved").exists() == signalled and (status == 3) == (not signalled)
+    requeued = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else ""
+    assert requeued == ("requeue 7\n" if signalled and not last else "")
+    if signalled:
+        assert (tmp_path / "cancelled").read_text() == "--signal=USR1 7\n"
+
+
+def test_rows_of_data_are_read():
+    """Every row in the docs is one that data.py reads, and README's five formats are one problem."""
+    from data import problem_of
+
+    spans = [s for s in SPANS if s.startswith('{"prompt"')]
+    assert all(problem_of(json.loads(r), "docs") for r in spans)
+    (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
+    rows = [json.loads(line) for line in block.splitlines()]
+    assert [problem_of(r, "README") for r in rows] == [("What is 12 + 30?", "42")] * 5
+
+
+# --- what exists
 
 
 def test_every_flag_exists():
@@ -126,38 +215,62 @@ def test_every_flag_exists():
 
     from configs import Config
 
-    ours = {f.name for f in dataclasses.fields(Config)}
-    scripts = {f for p in (*(ROOT / f"{n}.py" for n in ("reward", "tiny", "log", "plan")), *ROOT.glob("bench/*.py"))
-               for f in re.findall(r'add_argument\("--([\w-]+)"', p.read_text(encoding="utf-8"))}
+    fields = dataclasses.fields(Config)
+    ours = {f.name for f in fields}
+    switches = {f"no-{f.name}" for f in fields if f.type == "bool"}
+    sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]
+    scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
-    switches = {f"no-{f.name}" for f in dataclasses.fields(Config) if f.type == "bool"}
     known = ours | switches | scripts | theirs | SLURM | {"logdir", "help"}
-    named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", README))
+    named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
 
 
 def test_every_file_exists(two_ranks):
-    keys, seen = [pattern(k) for k in glossary()], 0
+    """In the repository, or in the folder of a run."""
+    from log import metric_meanings
+
+    keys = list(metric_meanings())  # test_log.py compares docs/metrics.md with them
+    dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
+    seen = 0
     for name in {s for s in SPANS if re.fullmatch(r"[\w.…/-]+", s)}:
-        suffix = re.fullmatch(r".*\w\.(py|json|jsonl|txt|md|toml|ipynb|png|html|sh)", name)
-        if not (suffix or "/" in name) or name in NO_FILES | YOURS or any(re.fullmatch(k, name) for k in keys):
+        suffix = re.fullmatch(r".*\w\.(py|json|jsonl|txt|md|toml|ipynb|png|html|sh|cff)", name)
+        if not (suffix or "/" in name) or name in NOT_FILES | YOURS:
+            continue
+        if any(re.fullmatch(k, name) for k in keys):
             continue
         name = name.removeprefix("runs/NAME/").replace("…/", "export/").replace("NNNNNN", "000002")
-        made = name.rstrip("/") in re.findall(r'dump\(f"(\w+)/', (ROOT / "train.py").read_text(encoding="utf-8"))
+        made = name.rstrip("/") in dumped
         assert made or (ROOT / name).exists() or (two_ranks[0] / name).exists(), name
         seen += 1
     assert seen > 20
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+
+
+def test_every_link_resolves():
+    """To a file, and to a heading where it names one."""
+    seen = 0
+    for doc, text in DOCS.items():
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+            path, _, heading = link.partition("#")
+            file = (ROOT / doc).parent / path if path else ROOT / doc
+            assert file.exists(), (doc, link)
+            if heading:
+                titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+                slugs = [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+                assert heading in slugs, (doc, link)
+            seen += 1
+    assert seen > 15
 
 
 def test_every_function_exists():
-    modules, seen = {p.stem for p in ROOT.glob("*.py")}, 0
-    for name in {s for s in SPANS if re.fullmatch(r"\w+(\.\w+)+", s) and s.partition(".")[0] in modules}:
-        if name.endswith((".py", ".json", ".jsonl")):
-            continue
+    named = {s for s in SPANS if re.fullmatch(r"\w+(\.\w+)+", s)}
+    named |= set(re.findall(r"\b(?:ppo|grpo)\.\w+", DOCS["docs/algorithms.md"]))
+    seen = 0
+    for name in named:
         module, *path = name.split(".")
+        if module not in SOURCES or name.endswith((".py", ".json", ".jsonl", ".html")):
+            continue
         what = importlib.import_module(module)
         for part in path:
             assert hasattr(what, part) or part in getattr(what, "__dataclass_fields__", ()), name
@@ -166,41 +279,79 @@ def test_every_function_exists():
     assert seen > 20
 
 
-def test_rows_of_data_are_read():
-    from data import problem_of
-
-    rows = [s for s in SPANS if s.startswith('{"prompt"')]
-    assert rows and all(problem_of(json.loads(r), "README") for r in rows)
+# --- README's tables
 
 
-@pytest.fixture(scope="module")
-def unusual(base, tmp_path_factory):
-    """Metrics of a step with all the settings of ONLY."""
-    settings = {k: v for only in ONLY.values() for k, v in only.items()}
-    rows, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path_factory.mktemp("only") / "run")
-    return rows
+def test_readme_is_short_and_starts_with_the_result():
+    lines = README.splitlines()
+    assert len(lines) <= 220
+    start = "\n".join(lines[:45])
+    assert "plot.png" in start and "make demo" in start and "make test" in start and "pip install" in start
 
 
-def test_the_glossary_is_the_metrics(two_ranks, unusual):
-    """Each metric is explained, with its unit; each that is explained is produced, those of ONLY by their settings alone."""
-    usual, special = ({k for r in rows for k in r} for rows in (two_ranks[1], unusual))
-    entries = glossary()
-    for key in usual | special:
-        assert sum(bool(re.fullmatch(pattern(e), key)) for e in entries) == 1, f"{key} is not in the README once"
-    for entry, (unit, meaning) in entries.items():
-        assert unit and meaning, entry
-        found = {key for key in usual if re.fullmatch(pattern(entry), key)}
-        assert found or entry in ONLY or entry in ON_CUDA, f"no run produces {entry}"
-    for entry in ONLY:
-        assert not any(re.fullmatch(pattern(entry), key) for key in usual), f"{entry} needs no special setting"
-        assert any(re.fullmatch(pattern(entry), key) for key in special), f"{ONLY[entry]} doesn't bring {entry}"
-    source = (ROOT / "train.py").read_text(encoding="utf-8")
-    assert all(f'["{key}"] = ' in source for key in ON_CUDA)
+def test_the_files_are_all_listed_and_import_only_downwards():
+    """The table's order is the order of the floors; imports inside functions count."""
+    (table,) = tables(README, "file")
+    floors = [row[0].strip("`").removesuffix(".py") for row in table[1:]]
+    assert sorted(floors) == sorted(SOURCES)
+    for i, name in enumerate(floors):
+        imported = set()
+        for node in ast.walk(ast.parse(SOURCES[name])):
+            if isinstance(node, ast.Import):
+                imported |= {a.name for a in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+        roots = {m.partition(".")[0] for m in imported}
+        assert not roots & set(floors[:i + 1]), f"{name}.py imports upwards: {roots & set(floors[:i + 1])}"
+        assert "vllm" not in roots or name == "engine_vllm", name
+        assert name not in ("ppo", "grpo") or roots <= {"torch", "__future__"}, name
+        assert name not in ("plan", "configs") or "torch" not in roots, name
 
 
-def test_the_glossary_names_every_phase_and_reason():
-    from reward import REASONS
+def test_the_hours_are_the_plans():
+    """Host memory, disk and hours of each row are what plan.py says today, and each fits."""
+    (table,) = tables(README, "preset")
+    seen = 0
+    for preset, devices, host, disk, hours in table[1:]:
+        count, _, gpu = devices.partition(" × ")
+        if not gpu:  # a laptop: measured
+            continue
+        command = ["plan.py", *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"]
+        said = json.loads(subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True))
+        seconds = said["seconds"]["step"]
+        assert hours == f"{seconds['quarter'] / 36:.1f} to {seconds['full'] / 36:.1f}", preset
+        space = said["host and disk"]
+        (machine,) = [v for k, v in space.items() if "machine" in k]
+        total = max(v for k, v in space.items() if k.startswith("disk"))
+        assert (host, disk) == (f"{machine / 2**30:.0f} GiB", f"{total / 2**30:.0f} GiB"), preset
+        assert said["verdict"].startswith("fits"), preset
+        seen += 1
+    assert seen > 5
 
-    phases = re.findall(r'dist\.phase\("(\w+)"\)', (ROOT / "train.py").read_text(encoding="utf-8"))
-    assert set(re.findall(r"`(\w+)`", glossary()["time/<phase>"][1])) == {*phases, "wake", "sync", "sleep"}  # the ledger's
-    assert set(re.findall(r"`(\w+)`", glossary()["grade/<reason>"][1])) == set(REASONS)
+
+# --- docs/algorithms.md
+
+
+def test_the_presets_are_what_their_table_says():
+    """Every preset has a row with its paper and its departures; the fields are exactly those that differ."""
+    from configs import PRESETS
+
+    (table,) = tables(DOCS["docs/algorithms.md"], "preset")
+    assert sorted(row[0].strip("`") for row in table[1:]) == sorted(PRESETS)
+    compared = 0
+    for name, paper, base, by, departures in table[1:]:
+        assert paper and departures, name
+        if base == "–":
+            continue
+        old, new = (dataclasses.asdict(PRESETS[p.strip("`")]) for p in (base, name))
+        assert settings(by) == {k: v for k, v in new.items() if old[k] != v}, name
+        compared += 1
+    assert compared >= len(PRESETS) - 2
+
+
+def test_the_recipes_are_what_their_table_says():
+    from bench.algorithms import RECIPES
+
+    (table,) = tables(DOCS["docs/algorithms.md"], "recipe")
+    default = {"clip_low": 0.2, "clip_high": 0.2}
+    assert {name: default | settings(fields) for name, _, fields in table[1:]} == RECIPES
