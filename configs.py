@@ -1,7 +1,7 @@
-"""Every knob of a run, the presets and the layouts.
+"""Every setting of a run, the presets and the layouts.
 
 One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
-comment beside a field is its help text. A value that can be derived is a property, never a second knob. A
+comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
 flag beats the layout, the layout beats the preset, the preset beats the default. `python plan.py PRESET`
 shows what follows from the values.
 
