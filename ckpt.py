@@ -2,15 +2,18 @@
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00001-model-….safetensors   one a rank: its slices of all tensors; the header holds their offsets
-    state.json                        steps done, config, fingerprint of the problems, versions
-    COMPLETE                          the size of every file; without it the checkpoint does not count
+    shard-00000.safetensors   one a rank: its slices of all tensors; the header holds their offsets
+    state.json                steps done, config, fingerprint of the problems, versions
+    COMPLETE                  the size of every file; without it the checkpoint does not count
 
-DCP (torch.distributed.checkpoint) writes the safetensors files while the training goes on, and loads them on
-any number of ranks. Their keys are `policy.NAME` (the fp32 weight), `policy.NAME.exp_avg` and so on (the
-optimizer's state for it), and `policy.optimizer.step` (0-d optimizer state, once for all parameters); the
-same for `critic` and `ref`. Nothing is pickled. Random state is not needed: every random choice is a function
-of (seed, step).
+The files have the format of DCP (torch.distributed.checkpoint) for sharded safetensors. A thread writes them
+while the training goes on, and DCP loads them on any number of ranks. Their keys are `policy.NAME` (the fp32
+weight), `policy.NAME.exp_avg` and so on (the optimizer's state for it), and `policy.optimizer.step` (0-d
+optimizer state, once for all parameters); the same for `critic` and `ref`. Nothing is pickled. Random state
+is not needed: every random choice is a function of (seed, step).
+
+DCP does not write the files itself. For each save it would plan anew and build each file in memory, and it
+needs another process to leave the GIL to vLLM; that process gets the state through /dev/shm.
 
     python ckpt.py export RUN STEP|best OUT [critic]      # the policy (or critic) as a Hugging Face folder
 """
@@ -21,9 +24,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ import torch.distributed as td
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -67,32 +69,44 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
     return out
 
 
-class StagingBuffer(AsyncStager):
-    """A copy of the models' state in host memory, sharded as the models are, from which DCP writes. Its
-    memory is kept for the next save, because new memory costs as much time as the copy."""
+class StagingBuffer:
+    """A copy of this rank's slices of the models' state in host memory, from which a checkpoint is written.
+    Its memory is kept for the next save, because new memory costs as much time as the copy."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
-        self.copies = {}
+        self.slices, self.offsets, self.nbytes = {}, {}, 0
 
     @torch.no_grad()
-    def stage(self, *_: Any) -> dict:
-        """Copy what the models hold now. Returns the copies, by model and tensor. DCP's arguments are not
-        used."""
-        for who, (model, optimizer) in self.models.items():
-            live = tensors_of(model, optimizer)
-            if self.copies.get(who, {}).keys() != live.keys():  # at the first save with this optimizer state
-                self.copies[who] = {key: x.to("cpu", copy=True) for key, x in live.items()}
-            torch._foreach_copy_(_local(self.copies[who]), _local(live))
-        return self.copies
+    def update(self) -> None:
+        """Copy what the models hold now. All ranks must call this together."""
+        live = {f"{who}.{key}": tensor for who, (model, optimizer) in self.models.items()
+                for key, tensor in tensors_of(model, optimizer).items()}
+        local = {key: x.to_local() if isinstance(x, DTensor) else x for key, x in live.items()}
+        if self.slices.keys() != local.keys():  # at the first save with this optimizer state
+            self.slices = {key: torch.empty(x.shape, dtype=x.dtype) for key, x in local.items()}
+            self.offsets = owned_offsets(live)
+            self.nbytes = sum(x.numel() * x.itemsize for x in live.values())  # over all ranks
+        torch._foreach_copy_(list(self.slices.values()), list(local.values()))
 
-    def nbytes(self) -> int:
-        """Bytes of the tensors in a checkpoint, over all ranks."""
-        return sum(x.numel() * x.itemsize for tensors in self.copies.values() for x in tensors.values())
+    def write(self, file: Path) -> None:
+        """Write the slices that this rank owns, for DCP's HuggingFaceStorageReader, and wait until they
+        are on the disk. save_file writes from their memory, without the GIL: training and vLLM go on."""
+        offsets = {key: {"saved_offsets": at} for key, at in self.offsets.items()}
+        info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: self.slices[key] for key in self.offsets}, file, info)
+        _sync(file)
 
 
-def _local(tensors):
-    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors.values()]
+def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Where this rank's slice of each tensor begins. Of a slice that several ranks hold, the first of them is
+    the owner; the others leave it out."""
+    items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
+    mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
+    lower_ranks = dist.gather(mine)[:td.get_rank()]
+    return {key: offset for key, offset in mine.items()
+            if all(other.get(key) != offset for other in lower_ranks)}
 
 
 # --- saving
@@ -103,16 +117,15 @@ class SaveFailed(OSError):
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time. `save` waits for the copy to host memory only; the files are
-    written beside the training: in another process where `aside` (vLLM's scheduler needs the GIL of this
-    one), else in a thread.
+    """Writes a run's checkpoints, one at a time. `save` waits for the copy to host memory only; a thread
+    writes the files beside the training.
 
     `facts` goes into state.json. `saved` is the number of steps in the newest complete checkpoint.
     """
 
-    def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
-                 aside: bool) -> None:
-        self.out, self.cfg, self.aside = out, cfg, aside
+    def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any],
+                 saved: int | None) -> None:
+        self.out, self.cfg = out, cfg
         self.facts = facts | {"models": list(models)}
         self.saved = self.step = saved  # `step` is that of the save in flight
         self.group = td.new_group(backend="gloo")  # its collectives run beside the training's
@@ -132,21 +145,11 @@ class Saver:
         if step == self.saved:
             return warning
         self.step, self.reported = step, False
-        temp = self._temporary_name()
-        writer = dcp.HuggingFaceStorageWriter(temp, save_distributed=True)
-        writer.per_thread_copy_ahead = 0  # else DCP opens a CUDA context to write, though all is on the host
-        healthy = self.failures == 0  # after a failure: write in this process, plan anew
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=healthy)
-        options = dict(storage_writer=writer, planner=planner, process_group=self.group)
-        if self.aside and healthy and not wait:
-            process = dict(async_stager=self.buffer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-            write = dcp.async_save({}, **options, **process).result  # the stager has the state
-        else:
-            write = partial(dcp.save, self.buffer.stage(), **options)
-        self.in_flight = self.pool.submit(self._complete, temp, write)
+        self.buffer.update()
+        self.in_flight = self.pool.submit(self._complete, self._temporary_folder())
         return (self.finish() if wait else "") or warning
 
-    def _temporary_name(self):
+    def _temporary_folder(self):
         """Folder to write to, the same on all ranks and new in the run. Removes those of dead runs."""
         temp = self.out / "ckpt" / f".step_{self.step:06d}.{secrets.token_hex(8)}.part"
         if td.get_rank() == 0:
@@ -178,30 +181,39 @@ class Saver:
                 f"a {self.out} that can be written to")
         return "" if self.reported else warning
 
-    @torch.no_grad()  # else DCP runs an autograd function on every shard
-    def _complete(self, temp, write):
+    def _complete(self, temp):
         """Write; when all ranks have, rank 0 publishes the checkpoint and prunes. Raises SaveFailed."""
-        try:
-            write()
-            if td.get_rank() == 0:
-                (temp / "state.json").write_text(json.dumps(self.facts | {"step": self.step}))
-                publish(temp, step_folder(self.out, self.step), self.buffer.nbytes())
-                prune(self.out, self.cfg.keep, self.cfg.keep_best)
-        except BaseException as e:  # DCP's CheckpointException is no Exception
-            raise self._failed(temp, e) from e
+        errors = dist.gather(_error_of(self.buffer.write, temp / f"shard-{td.get_rank():05d}.safetensors"),
+                             self.group)
+        error = max(errors)  # of any rank that has one
+        if not error and td.get_rank() == 0:
+            error = _error_of(self._publish, temp)
+        if error:
+            raise self._failed(temp, error)
+
+    def _publish(self, temp):
+        (temp / "state.json").write_text(json.dumps(self.facts | {"step": self.step}))
+        publish(temp, step_folder(self.out, self.step), self.buffer.nbytes)
+        prune(self.out, self.cfg.keep, self.cfg.keep_best)
 
     def _failed(self, temp, error):
         """The error in one line. Removes what was written, because it may be what fills the disk."""
-        if isinstance(error, dcp.CheckpointException):
-            error = next((cause for cause, _ in error.failures.values()), error)
         free = shutil.disk_usage(self.out).free
         if td.get_rank() == 0:
             shutil.rmtree(temp, ignore_errors=True)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         last = next((p.name for p in reversed(complete(self.out))), "none")
         return SaveFailed(
-            f"the checkpoint after {self.step} steps failed: {reason} ({plan.gib(free)} free in {self.out}, "
-            f"{plan.gib(self.buffer.nbytes())} needed); the last complete one: {last}")
+            f"the checkpoint after {self.step} steps failed: {error} ({plan.gib(free)} free in {self.out}, "
+            f"{plan.gib(self.buffer.nbytes)} needed); the last complete one: {last}")
+
+
+def _error_of(write: Callable[[Path], None], path: Path) -> str:
+    """Call write(path). Returns what went wrong, in one line, or ""."""
+    try:
+        write(path)
+        return ""
+    except (OSError, SafetensorError) as e:
+        return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
 def publish(temp: Path, final: Path, nbytes: int) -> None:
@@ -216,7 +228,7 @@ def publish(temp: Path, final: Path, nbytes: int) -> None:
     sizes = {file.name: file.stat().st_size for file in temp.iterdir()}
     if sum(sizes.values()) < nbytes:
         raise OSError("files are missing")
-    _sync(temp / "state.json", temp)  # DCP has synced its own files
+    _sync(temp / "state.json", temp)
     shutil.rmtree(final, ignore_errors=True)
     temp.rename(final)
     mark = final / "COMPLETE"

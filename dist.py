@@ -224,10 +224,10 @@ def all_max(x: Tensor) -> Tensor:
     return all_sum(x, td.ReduceOp.MAX)
 
 
-def gather(x: Any) -> list[Any]:
+def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Every rank's object, in rank order, on every rank. For small objects."""
     out = [None] * td.get_world_size()
-    td.all_gather_object(out, x)
+    td.all_gather_object(out, x, group)
     return out
 
 

@@ -122,7 +122,6 @@ class Engine(abc.ABC):
     """Base class of the engines; see the top of this file. An engine is made by all ranks together."""
 
     needs_selfcheck = False  # compare it with the trainer before the first step (checks.check_engine)
-    needs_gil = False  # its scheduler is Python in this process, so another process writes checkpoints
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:

@@ -26,7 +26,6 @@ class VLLMEngine(Engine):
     """vLLM's LLM with the `external_launcher` executor: `tp` neighbouring ranks are one engine."""
 
     needs_selfcheck = True
-    needs_gil = True
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)

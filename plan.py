@@ -522,9 +522,9 @@ def _host_and_disk(case):
     device = 0.0 if case.gpu else _fullest_first(case)[0][1]["total"]
     return f"""
         host, state | {state} | bytes | a rank: models that wait on the host (--offload)
-        host, checkpoint | {2 * case.checkpoint} | bytes | a rank: the copy, and its file while it is built
+        host, checkpoint | {case.checkpoint} | bytes | a rank: the copy that is written
         host, libraries | {libraries} | bytes | a rank: torch, on a GPU also CUDA and vLLM
-        host, machine | {case.local * (state + 2 * case.checkpoint + libraries + device)} | bytes | \
+        host, machine | {case.local * (state + case.checkpoint + libraries + device)} | bytes | \
             {case.local} × the three above; without GPUs, also the ranks' memory above
         disk, checkpoint | {files["checkpoint"]} | bytes | 12 N of each trained model
         disk, total | {files["needed"]} | bytes | {files["checkpoints"]} checkpoints (--keep, --keep_best, \

@@ -209,7 +209,7 @@ def prepare(cfg: Config) -> Run:
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, aside=engine.needs_gil)
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
     log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
     log.save_plan(plan_table)
     if agreement:
