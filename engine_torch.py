@@ -26,9 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import Engine
-from model import Policy, Segments, logits_fp32
-
-STOP_WINDOW = 32  # tokens in which a stop string is looked for
+from model import Policy, Segments, has_window
 
 
 class Cache:
@@ -60,11 +58,13 @@ class Cache:
                 row, column = self.prefill
                 cached[row, :, column] = new[0].transpose(0, 1)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values up to the current column, and the mask of those that each row may see."""
+    def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values up to the current column, and the mask of those that each row may see. With
+        `window` only those of so many columns."""
         end = self.column + 1
-        key, value = self.layers[layer][:, :self.rows, :, :end]
-        return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., :end]
+        start = max(0, end - window) if window else 0
+        key, value = self.layers[layer][:, :self.rows, :, start:end]
+        return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
         """Compact the cache to the sorted rows `parents` (n,), which may repeat. Returns their new indices
@@ -89,13 +89,11 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers 
 class FusedDecoder:
     """A decoding step in fewer operations than the model's modules take: one product for query, key and
     value, one for gate and up, and no batch dimension. A small model on a CPU spends half its time between
-    operations. Other model types than LLAMA_LIKE run through their modules."""
+    operations. Other model types than LLAMA_LIKE, and sliding windows, run through the model's modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
-        rope = getattr(policy.config, "rope_parameters", None) or {}
-        fixed_rope = rope.get("rope_type", "default") not in ("dynamic", "longrope")
-        self.fused = policy.config.model_type in LLAMA_LIKE and fixed_rope
+        self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
         """Before a wave: concatenate the loaded weights, and compute rotary tables of so many positions."""
@@ -159,9 +157,8 @@ class TorchEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
-        self.policy.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-        self.policy.tie()
-        self.policy.rebuild_buffers()
+        self.policy.to(dtype).requires_grad_(False).eval()
+        self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
         self.eos_tensor = self._tensor(sorted(self.eos))
         self.may_stop = self._tensor(_may_stop(tokenizer, self.config.vocab_size, cfg.stop))
@@ -195,7 +192,7 @@ class TorchEngine(Engine):
         logp = torch.zeros(len(wave), steps, device=self.device)
         self.decoder.prepare(int(lengths.max()) + steps)
         for t in range(steps):
-            logits = logits_fp32(hidden, self.policy.lm_head.weight)
+            logits = self.policy.lm_head.logits(hidden)
             token, ids_logp = sample_token(logits[where], draws[:, t], temperature)
             ids[:, t], logp[:, t] = token, ids_logp
             stopped = self._stopped(token, ids, t)
@@ -248,8 +245,10 @@ class TorchEngine(Engine):
         """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end
         one."""
         stopped = torch.isin(token, self.eos_tensor)
+        # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
+        window = 8 + max((len(s.encode()) for s in self.cfg.stop), default=0)
         for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist() if self.cfg.stop else ():
-            tail = ids[j, max(0, t + 1 - STOP_WINDOW):t + 1].tolist()
+            tail = ids[j, max(0, t + 1 - window):t + 1].tolist()
             after, before = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
             stopped[j] = any(after.count(s) > before.count(s) for s in self.cfg.stop)
         return stopped
@@ -283,4 +282,6 @@ def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
+    if not all(s.isascii() for s in stop):  # bytes of a character are decoded as this one
+        tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

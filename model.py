@@ -15,16 +15,20 @@ Shapes: T tokens of a pack, U unique tokens, N segments, V vocabulary, D hidden 
 """
 
 import inspect
+import json
+import os
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig
+from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
 from configs import CHUNK_BYTES, require
@@ -32,6 +36,79 @@ from data import Pack
 from dist import Device, Weights
 
 ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and returns it: dist.shard
+
+# --- families
+
+# Model types that are computed right, and what multiplies the logits of their heads. tests/test_families.py
+# compares each with transformers' own classes.
+FAMILIES: dict[str, Callable[[Any], float]] = {
+    **dict.fromkeys(("qwen2", "qwen3", "llama", "mistral", "olmo2", "olmo3", "smollm3", "phi3", "gemma3_text",
+                     "glm", "glm4", "seed_oss", "ernie4_5"), lambda config: 1.0),
+    "granite": lambda config: 1 / config.logits_scaling,
+    "cohere": lambda config: config.logit_scale}
+
+# Model types that users may try, and why they are refused.
+RECURRENT = set("""
+    bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
+    nemotron_h olmo_hybrid plamo2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+    recurrent_gemma rwkv xlstm zamba zamba2
+""".split())
+LEAKS = "has a recurrent state that would leak between the segments of a pack"
+REFUSED = {**dict.fromkeys(RECURRENT, LEAKS),
+           "gemma2": "caps its attention scores, which no kernel here does",
+           "cohere2": "has sliding windows that count one token more in vLLM than in transformers",
+           "hunyuan_v1_dense": "has rotary frequencies that depend on the length of the batch"}
+# Settings that vLLM leaves out, found by bench/families.py. The makers' own models do not use them.
+LEFT_OUT = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
+            "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
+ROPES = ("default", "linear", "llama3", "yarn")  # the others depend on the longest sequence of the batch
+UNUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+          "quantization_config")  # settings that must be off
+
+
+def check_family(model_type: str, path: str) -> None:
+    """Raises UserError for a model type that isn't in FAMILIES."""
+    moe = "moe" in model_type or model_type in ("mixtral", "gpt_oss", "deepseek_v3", "dbrx")
+    unknown = "is a mixture of experts" if moe else "was never compared with its original"
+    why = REFUSED.get(model_type, unknown)
+    require(model_type in FAMILIES, f"{path} is a {model_type or 'model without a type'}, which {why}",
+            f"one of {', '.join(FAMILIES)}")
+
+
+def check_settings(config: PreTrainedConfig, path: str) -> None:
+    """Raises UserError where the config asks for what is not computed here."""
+    family = config.model_type
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    require(not experts, f"{path} is a mixture of experts ({family})", "a dense decoder")
+    used = [name for name in (*UNUSED, *LEFT_OUT.get(family, ())) if getattr(config, name, None)]
+    require(not used, f"{path} ({family}) sets {', '.join(used)}, which trainer or vLLM don't compute",
+            "a model without it")
+    require(config.tie_word_embeddings or family != "cohere",
+            f"{path} ({family}) has a head of its own, which vLLM ignores", "tied embeddings")
+    types = {rope.get("rope_type", "default") for rope in ropes(config)} - {*ROPES}
+    require(not types, f"{path} ({family}) has rotary embeddings of type {', '.join(sorted(types))}, whose "
+            "frequencies depend on the longest sequence of a batch", f"one of the types {', '.join(ROPES)}")
+    layers = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    require(not layers, f"{path} ({family}) has layers of type {', '.join(sorted(layers))}",
+            "full_attention and sliding_attention alone")
+    no_kernel = torch.cuda.is_available() and "window_size" not in _varlen_options()
+    require(not (has_window(config) and no_kernel),
+            f"{path} ({family}) has sliding windows, which varlen_attn of torch {torch.__version__} lacks",
+            "torch 2.13")
+
+
+def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of the config's rotary embeddings: one dict, or one for each type of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
+    return by_layer_type or [rope]
+
+
+def has_window(config: PreTrainedConfig) -> bool:
+    """Whether some layers attend to the last config.sliding_window tokens only."""
+    types = getattr(config, "layer_types", None)
+    return bool(getattr(config, "sliding_window", None)) and (not types or "sliding_attention" in types)
+
 
 # --- attention
 
@@ -81,44 +158,63 @@ class Segments:
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
-                     **_: Any) -> tuple[Tensor, None]:
+                     sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
     """Causal attention within segments: query (1, H, U, d), key and value (1, Hkv, U, d) -> (1, U, H, d).
 
-    With `cache` (engine_torch.Cache) keys and values are stored in it. Without `segments` it is a decoding
-    step: query (R, H, 1, d) attends to the cache's R rows."""
+    With `sliding_window` a token attends to so many tokens, itself included. With `cache`
+    (engine_torch.Cache) keys and values are stored in it. Without `segments` it is a decoding step: query
+    (R, H, 1, d) attends to the cache's R rows."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
-        key, value, allowed = cache.read(module.layer_idx)
+        key, value, allowed = cache.read(module.layer_idx, sliding_window)
         out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
     qkv = [x[0].transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if segments.slots is not None:  # index_select: on a CPU the gradient of indexing takes four times as long
         qkv = [x.index_select(0, segments.slots) for x in qkv]
-    out = _varlen(*qkv, segments, scaling) if query.is_cuda else _padded(*qkv, segments, scaling)
+    attend = _varlen if query.is_cuda else _padded
+    out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
 
 
-def _varlen(query, key, value, segments, scaling):
-    """(T, H, d) by torch's flash kernel. Its signature differs between torch 2.11 and 2.13."""
+def _varlen_options():
+    """The names of varlen_attn's parameters, which differ between torch 2.11 and 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return inspect.signature(varlen_attn).parameters
+
+
+def _varlen(query, key, value, segments, scaling, window):
+    """(T, H, d) by torch's flash kernel. check_settings refuses a window where the kernel has none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = _varlen_options()
+    before = window - 1 if window else -1  # tokens before its own that a token attends to; -1: all
+    options = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = True
     cu, longest = segments.cu_seqlens, segments.longest
     return varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, **options)
 
 
-def _padded(query, key, value, segments, scaling):
+def _padded(query, key, value, segments, scaling, window):
     """(S, H, d) by scaled_dot_product_attention, one call a block of rows."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     for shape, *block in zip(segments.blocks, *(x.split(sizes) for x in (query, key, value)), strict=True):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in block)  # (rows, heads, columns, d)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        mask = _window_mask(shape[1], window) if window and window < shape[1] else None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
+                                             enable_gqa=True)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
+
+
+def _window_mask(columns, window):
+    """(columns, columns): whether the row's token attends to the column's."""
+    column = torch.arange(columns)
+    distance = column[:, None] - column
+    return (distance >= 0) & (distance < window)
 
 
 AttentionInterface.register("torz", packed_attention)
@@ -190,13 +286,32 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 class LMHead(nn.Linear):
     """A language model's head. Its forward computes log-probs, because FSDP gathers its weight only for
-    forward."""
+    forward. Some families multiply their logits by a constant, which divides the temperature."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        self.scale = FAMILIES[config.model_type](config)
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature)
+        return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V) in fp32 of hidden states (n, D), for an engine."""
+        logits = logits_fp32(hidden, self.weight)
+        return logits if self.scale == 1 else logits.mul_(self.scale)
 
 
 # --- models
+
+
+@cache
+def backbone_class(config_class: type) -> type:
+    """transformers' backbone for a config, as a subclass that keeps its __init__ and __call__. vLLM changes
+    these in transformers' own class if it runs the family through transformers; a trainer's model beside it
+    would then be vLLM's. Engine makes a Policy before vLLM starts, so what is kept is transformers'."""
+    kind = MODEL_MAPPING[config_class]
+    kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
+    return type(kind.__name__, (kind,), kept)
 
 
 class PackModel(nn.Module):
@@ -204,8 +319,12 @@ class PackModel(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.config = config
-        self.model = AutoModel.from_config(config, attn_implementation="torz", dtype=torch.float32)
+        self.config = without_dropout(config)
+        backbone = backbone_class(type(config))
+        self.model = backbone._from_config(self.config, attn_implementation="torz", dtype=torch.float32)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
 
     def tie(self) -> None:
         """Share tied parameters. Call it again after parameters were replaced."""
@@ -223,10 +342,35 @@ class PackModel(nn.Module):
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return hidden.index_select(0, pack.inverse[at - 1])
 
+    def allocate(self, device: Device) -> None:
+        """Memory on `device` for a model on the meta device. Tied parameters are shared and buffers have
+        their values; all other values are left to the caller."""
+        self.to_empty(device=device)
+        self.tie()
+        self.rebuild_buffers()
+
     def rebuild_buffers(self) -> None:
-        """Compute the rotary frequencies again. nn.Module.to_empty leaves garbage in buffers."""
-        rotary = self.model.rotary_emb
-        self.model.rotary_emb = type(rotary)(self.config).to(next(self.parameters()).device)
+        """Compute all buffers again, in fp32, as transformers does for buffers that no file has. Rotary
+        frequencies and the like are not parameters, and to_empty leaves garbage in them."""
+        for p in self.parameters():
+            p._is_hf_initialized = True  # so that _init_weights leaves it alone
+        for module in self.model.modules():
+            buffers = dict(module.named_buffers(recurse=False))
+            for name, buffer in buffers.items():
+                setattr(module, name, torch.full_like(buffer, torch.nan, dtype=torch.float32))
+            if buffers:
+                self.model._init_weights(module)
+        wrong = [name for name, buffer in self.named_buffers() if not buffer.isfinite().all()]
+        assert not wrong, f"{self.config.model_type} leaves buffers without values: {wrong}"
+
+
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config, changed in place: every dropout is 0. A ratio compares log-probs of two passes, so they
+    must not be random."""
+    for name, value in vars(config).items():
+        if value and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+    return config
 
 
 class Policy(PackModel):
@@ -234,7 +378,7 @@ class Policy(PackModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config)
         self.tie()
 
     def tie(self) -> None:
@@ -277,22 +421,67 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                   ignore_patterns=["*/*", "consolidated*"])  # the same weights in other formats
+
+
+def resolve(name: str, repo_type: str = "model") -> str:
+    """The folder of a model or, with repo_type "dataset", of a data set. `name`: the folder itself, or an id
+    of the Hugging Face Hub such as Qwen/Qwen2.5-0.5B.
+
+    The first rank of each machine downloads to huggingface_hub's cache. A model that is there already is
+    taken as it is. All ranks must call this together. Raises UserError, the same on every rank, where the
+    id is neither in the cache nor to be had."""
+    if not HUB_ID.fullmatch(name):
+        return name
+    here, error = Path(name).exists(), ""
+    if not here and os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            _download(name, repo_type)
+        except (OSError, ValueError) as e:
+            error = str(e).strip().partition("\n")[0][:150] or type(e).__name__
+    error = max(dist.gather(error))  # the other ranks wait here
+    kind, flag = ("", "--model") if repo_type == "model" else (f" --repo-type {repo_type}", "--data")
+    require(not error, f"no folder {name}, and the Hub's {repo_type} {name} can't be had ({error})",
+            f"hf download {name}{kind} --local-dir DIR where there is a network, and then {flag} DIR")
+    return name if here else _snapshot(name, repo_type, local_files_only=True)
+
+
+def _download(name, repo_type):
+    """Bring what the cache lacks of a repository. Raises OSError or ValueError."""
+    try:
+        if repo_type == "model" and _is_whole(Path(_snapshot(name, repo_type, local_files_only=True))):
+            return
+    except OSError:  # nothing in the cache
+        pass
+    _snapshot(name, repo_type)
+
+
+def _snapshot(name, repo_type, **options):
+    files = MODEL_FILES if repo_type == "model" else {}
+    return snapshot_download(name, repo_type=repo_type, **files, **options)
+
+
+def _is_whole(folder):
+    """Whether a model's folder has all its weights. A download that was cut short leaves some out."""
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    return all((folder / file).exists() for file in files)
+
+
 def load_config(path: str) -> PreTrainedConfig:
-    """The folder's model config. Raises UserError for a folder that lacks a model, or has one that can't be
-    trained."""
+    """The folder's model config. Raises UserError for a folder that lacks a model, or has one that isn't
+    computed right here."""
     folder = Path(path)
     require(path != "" and folder.is_dir(), f"no model folder {path!r}",
-            "--model with a Hugging Face model folder")
+            "--model with a Hugging Face model folder or an id of the Hub")
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
             "weights saved by save_pretrained")
+    check_family(json.loads((folder / "config.json").read_text()).get("model_type", ""), path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    require(not experts, f"{path} is a mixture of experts ({config.model_type})", "a dense decoder")
-    layer_types = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    require(not window and "sliding_attention" not in layer_types,
-            f"{path} uses sliding-window attention ({config.model_type})", "a decoder with full attention")
+    check_settings(config, path)
     return config
 
 
@@ -325,14 +514,16 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-def _load(kind, path, device,
-          shard_fn):
+# Tensors that a folder may have and a model may not: the head of the other kind of model, a tied head,
+# buffers that old files keep.
+NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
+
+
+def _load(kind, path, device, shard_fn):
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)
-    model.to_empty(device=device)
-    model.tie()
-    model.rebuild_buffers()
+    model.allocate(device)
     # Parameters, not the state dict: a tied head comes once, as the embedding.
     in_files, state = files_keys(path), dict(model.named_parameters())
     if "score.weight" not in in_files:  # a new critic
@@ -340,6 +531,9 @@ def _load(kind, path, device,
     missing = sorted(set(state) - in_files)
     require(not missing, f"{path} lacks {len(missing)} tensors, for example {missing[:1]}",
             f"weights of a {model.config.model_type} saved by save_pretrained")
+    extra = sorted(name for name in in_files - set(state) if not name.endswith(NOT_OURS))
+    require(not extra, f"{path} has {len(extra)} tensors that a {model.config.model_type} doesn't have, for "
+            f"example {extra[:1]}", "weights and a config.json of one model")
     dist.load_files(state, path)
     return model.train()
 
@@ -353,8 +547,9 @@ def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     """(name, whole tensor) of the folder's parameters, one at a time: what an engine's `awake` takes where
     nothing is trained. Raises UserError as load_config does."""
     tied = load_config(path).tie_word_embeddings
+    left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for name, read in _tensors(path):
-        if not (tied and name == "lm_head.weight"):
+        if not name.endswith(left_out):
             yield name, read().to(device, dtype)
 
 

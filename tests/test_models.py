@@ -59,7 +59,7 @@ def test_one_step_of_ppo_and_an_export_of_every_family(engine, folders, base, tm
 
 @pytest.mark.parametrize("change,words", [
     (dict(num_experts=8), "mixture of experts"),
-    (dict(sliding_window=128, use_sliding_window=True), "sliding-window")])
+    (dict(sliding_window=128, use_sliding_window=True), "use_sliding_window")])
 def test_models_that_cannot_be_trained_are_refused(change, words, folders, tmp_path):
     path = tmp_path / "model"
     path.mkdir()
@@ -99,3 +99,15 @@ def test_the_fused_decoder_equals_the_modules(family, folders, base, monkeypatch
     assert fused and not still_fused and len(ours) == 6
     for key, (ids, logp) in theirs.items():
         assert ours[key][0] == ids and (ours[key][1] - logp).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("stop", ["é", "答案：", "ends here, and only here, after forty-one b", "\n\n"])
+def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base):
+    """The engine stops at the token that completes the string, as looking for it in the whole text says."""
+    cfg, tokenizer = dataclasses.replace(base, stop=(stop,)), model.load_tokenizer(tiny)
+    engine = engine_torch.TorchEngine(tiny, tokenizer, cfg)
+    text = f"a b ü {stop[:-1]} x {stop}"
+    ids = torch.tensor([tokenizer(text).input_ids])
+    stops = [bool(engine._stopped(ids[:, t], ids, t)[0]) for t in range(ids.shape[1])]
+    naive = [stop in tokenizer.decode(ids[0, :t + 1]) for t in range(ids.shape[1])]
+    assert stops == naive and sum(stops) == 1

@@ -1,0 +1,197 @@
+"""A tiny random model of every supported family, and how far ours is from transformers' own.
+
+test_families.py asserts the differences, and bench/families.py makes a table of them. The models have no
+default values: every multiplier, bias, window and rotary scaling that a family knows is set to something that
+changes its output, and every norm's weight is random.
+"""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from ranks import make_samples
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+import ckpt
+import data
+import dist
+import model
+import rollout
+from configs import PRESETS
+from tiny import make_tokenizer
+
+WINDOW = 7  # of sliding layers, in tokens; the samples have up to 33
+SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64,
+              low_freq_factor=1.0, high_freq_factor=4.0)
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+
+# A model's name, which starts with its type up to the first `-`: the settings that differ from COMMON.
+MODELS = {
+    "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen2-untied": dict(),
+    "qwen3": dict(tie_word_embeddings=True, head_dim=32),
+    "llama": dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "mistral": dict(sliding_window=None, head_dim=32, rope_parameters=LINEAR),
+    "mistral-sliding": dict(sliding_window=WINDOW, head_dim=32),
+    "granite": dict(attention_bias=True, mlp_bias=True, embedding_multiplier=3.0, logits_scaling=5.0,
+                    residual_multiplier=0.4, attention_multiplier=0.3),
+    "granite-tied": dict(tie_word_embeddings=True, logits_scaling=8.0),
+    "olmo2": dict(attention_bias=True, rope_parameters=YARN),
+    "olmo3": dict(SLIDING, rope_parameters=YARN),
+    "smollm3": dict(SLIDING, use_sliding_window=True, no_rope_layers=[1, 0], attention_bias=True,
+                    mlp_bias=True, tie_word_embeddings=False),
+    "phi3": dict(sliding_window=None, resid_pdrop=0.5, embd_pdrop=0.5,
+                 rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "phi3-sliding": dict(sliding_window=WINDOW, tie_word_embeddings=True),
+    "gemma3_text": dict(SLIDING, head_dim=32, query_pre_attn_scalar=20, attention_bias=True, rope_parameters={
+        "sliding_attention": dict(rope_type="default", rope_theta=1e3), "full_attention": LINEAR}),
+    "gemma3_text-untied": dict(SLIDING, head_dim=32, tie_word_embeddings=False),
+    "glm": dict(head_dim=32, attention_bias=True),
+    "glm4": dict(head_dim=32, attention_bias=True),
+    "cohere": dict(logit_scale=0.3, use_qk_norm=True),
+    "seed_oss": dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True,
+                     residual_dropout=0.5),
+    "ernie4_5": dict(head_dim=32, rope_parameters=LINEAR),
+    "ernie4_5-untied": dict(head_dim=32, tie_word_embeddings=False),
+}
+
+
+KEPT = []  # vLLM's engines: one that is freed destroys state that the next one shares
+
+
+def make(folder: Path, name: str) -> str:
+    """Save the model `name` of MODELS, with the demo's byte tokenizer, in a folder of its name. Returns its
+    path."""
+    tokenizer = make_tokenizer()
+    # A head size of 32 is the smallest that vLLM's CPU attention takes.
+    common = dict(
+        vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=128, num_hidden_layers=2, max_position_embeddings=512, attention_dropout=0.5,
+        initializer_range=0.1, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None)
+    config = AutoConfig.for_model(name.partition("-")[0], **copy.deepcopy(common | MODELS[name]))
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config)
+    for p in hf.parameters():
+        if p.ndim == 1:  # norms, whose weights are all equal, and biases, which are 0
+            torch.nn.init.normal_(p, mean=float(p.detach().mean()), std=0.2)
+    hf.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+def original(path: str) -> torch.nn.Module:
+    """transformers' own model of the folder, in fp32, with its own attention and without dropout."""
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return hf.eval()
+
+
+def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
+    """Log-probs (T,) in the layout of data.pack(samples), from transformers' model on one sample at a time;
+    0 for prompts."""
+    parts = []
+    for s in samples:
+        ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
+        logp = (hf(ids[None]).logits[0] / temperature).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        parts.append(torch.cat([torch.zeros(n), logp[n - 1:]]))
+    return torch.cat(parts)
+
+
+def compare_training(path: str, seed: int = 0) -> dict[str, float]:
+    """Largest difference in log-probs (nats), and in any parameter's gradient (share of its norm), between
+    our model in training mode and transformers', on a pack of nine samples that share prefixes."""
+    hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
+    p = data.pack(samples)
+    assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
+    logp, want = model.logprobs(policy, p, 0.7)[0], original_logp(hf, samples, 0.7)
+    g = torch.randn(len(logp), generator=torch.Generator().manual_seed(seed))
+    (logp * g).sum().backward()
+    (want * g).sum().backward()
+    theirs = dict(hf.named_parameters())
+    whole = torch.stack([q.grad.norm() for q in theirs.values()]).norm()
+    gaps = [(q.grad - theirs[name].grad).norm() / (theirs[name].grad.norm() + 1e-3 * whole)
+            for name, q in policy.named_parameters()]
+    return {"logp": float((logp - want).detach().abs().max()), "gradient": float(max(gaps))}
+
+
+def compare_buffers(module: model.PackModel, path: str) -> float:
+    """Largest difference of the model's buffers from those that transformers' from_pretrained makes."""
+    theirs = dict(original(path).named_buffers())
+    ours = dict(module.named_buffers())
+    assert ours.keys() == theirs.keys()
+    return max((float((b.float() - theirs[name]).abs().max()) for name, b in ours.items()), default=0.0)
+
+
+def compare_engine(path: str, kind: str) -> float:
+    """Largest difference between an engine's log-probs of its own samples and the trainer's, in nats: with
+    the folder's weights, and after a sync of others. Prompts differ in length, and some are longer than a
+    window. `kind`: torch or vllm; vLLM needs a process with dist.init, and the engine stays in it."""
+    cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
+                  stop=())
+    engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
+    if kind == "vllm":
+        KEPT.append(engine)
+    policy, gap = model.load_policy(path), 0.0
+    prompts = {0: [5, 6, 7], 1: [*range(40, 60)], 2: [*range(8, 19)]}
+    for version in range(2):
+        with engine.awake(dist.full_weights(policy), version):
+            samples = list(engine.generate(prompts, 3, 0.7, 24, (0,), version))
+        p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
+        with torch.no_grad():
+            logp = model.logprobs(policy, p, 0.7)[0]
+            for q in policy.parameters():
+                q.mul_(1.2)
+        gap = max(gap, float((logp - p.engine_logp)[p.mask].abs().max()))
+    return gap
+
+
+def compare_vllm(paths: list[str]) -> list[float]:
+    """compare_engine of each folder with vLLM, in turn, in this process."""
+    dist.init("cpu", "float32")
+    return [compare_engine(path, "vllm") for path in paths]
+
+
+def round_to_bf16(module: torch.nn.Module) -> None:
+    """Round the weights to what an export keeps."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(p.to(torch.bfloat16))
+
+
+def compare_export(path: str, out: Path) -> dict[str, float]:
+    """Largest differences of what was exported and loaded again: the policy's log-probs (transformers), the
+    critic's values before each sample's last token (transformers), and all of its values (ours)."""
+    tokenizer, samples = model.load_tokenizer(path), make_samples(3)
+    policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
+    for name, module in ("policy", policy), ("critic", critic):
+        round_to_bf16(module)
+        ckpt.export_hf(dist.full_weights(module), module, tokenizer, path, out / name)
+    with torch.no_grad():
+        logp, value = model.logprobs(policy, p, 1.0)[0], model.values(critic, p)
+        want = original_logp(original(str(out / "policy")), samples, 1.0)
+        again = model.values(model.load_critic(str(out / "critic")), p)
+        last = torch.stack([value[end - 1] for end in p.cu_seqlens[1:].tolist()])
+        scores = original_scores(str(out / "critic"), critic, samples)
+    gaps = {"policy": logp - want, "critic": last - scores, "critic, loaded again": value - again}
+    return {name: float(gap.abs().max()) for name, gap in gaps.items()}
+
+
+def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
+    """(N,) what transformers' class for the exported critic says of each sample without its last token. A
+    family without a sequence classifier has its backbone's state multiplied with the critic's head."""
+    options = dict(dtype=torch.float32, attn_implementation="eager")
+    inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
+    if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):
+        classifier = AutoModelForSequenceClassification.from_pretrained(path, **options).eval()
+        return torch.cat([classifier(ids).logits[0] for ids in inputs])
+    backbone = AutoModel.from_pretrained(path, **options).eval()
+    return torch.cat([critic.score(backbone(ids).last_hidden_state[0, -1]) for ids in inputs])

@@ -1,0 +1,300 @@
+"""Every supported family against transformers' own classes, and what is refused. See families.py."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import families
+import huggingface_hub
+import pytest
+import ranks
+import torch
+from conftest import ROOT, run_ranks
+from transformers import AutoConfig
+
+import checks
+import ckpt
+import data
+import model
+import plan
+from configs import PRESETS, UserError
+from engine_torch import TorchEngine
+
+NEAR = 1e-5  # nats, and share of a gradient's norm
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Makes the folder of a model of families.MODELS, once."""
+    root = tmp_path_factory.mktemp("families")
+    return lambda name: str(root / name) if (root / name).exists() else families.make(root, name)
+
+
+@pytest.fixture(params=families.MODELS)
+def folder(request, folder_of):
+    return folder_of(request.param)
+
+
+def test_every_supported_family_has_a_model():
+    assert {name.partition("-")[0] for name in families.MODELS} == {*model.FAMILIES}
+
+
+@pytest.mark.parametrize("model_type", model.FAMILIES)
+def test_the_default_settings_of_a_family_are_accepted(model_type):
+    """They are those of a published model."""
+    model.check_settings(AutoConfig.for_model(model_type), model_type)
+
+
+def test_log_probs_and_gradients_are_those_of_transformers(folder):
+    """In training mode, with dropouts of 0.5 in the config; transformers' model is in evaluation mode."""
+    assert model.load_config(folder).attention_dropout == 0.5
+    gaps = families.compare_training(folder)
+    assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
+
+
+def test_buffers_are_those_of_transformers(folder, base):
+    """Of policy, critic and torch engine, after parameters and buffers were made on the meta device."""
+    engine = TorchEngine(folder, model.load_tokenizer(folder), base)
+    for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
+        assert families.compare_buffers(module, folder) == 0
+
+
+def test_buffers_stay_fp32_in_a_bf16_engine(folder_of, base):
+    path = folder_of("gemma3_text")
+    policy = TorchEngine(path, model.load_tokenizer(path), base, dtype=torch.bfloat16).policy
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    assert families.compare_buffers(policy, path) == 0
+
+
+def test_the_torch_engine_agrees_with_the_trainer(folder):
+    assert families.compare_engine(folder, "torch") < 2 * NEAR
+
+
+def test_exports_are_read_by_transformers(folder, tmp_path):
+    """The policy's log-probs and the critic's values, from the exported folders."""
+    gaps = families.compare_export(folder, tmp_path)
+    assert max(gaps.values()) < NEAR, gaps
+    exported, original = (json.loads(Path(path, "config.json").read_text())
+                          for path in (tmp_path / "policy", folder))
+    assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
+    assert exported == original  # dropouts included
+
+
+def test_the_plan_counts_the_parameters(folder):
+    """From the config that transformers reads, and from the file alone."""
+    config = model.load_config(folder)
+    with torch.device("meta"):
+        counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
+    for shape in (plan.shape_of(config.to_dict(), ""), plan.read_shape(folder)):
+        assert [shape.policy, shape.critic] == counts
+
+
+def test_shards_of_two_ranks_compute_the_same(folder_of):
+    """Log-probs on sharded parameters, with an embedding's scale, windows and a scaled head."""
+    paths = [folder_of(name) for name in ("gemma3_text", "cohere")]
+    for of_rank in run_ranks(2, ranks.sharded_logp, paths):
+        for path, logp in zip(paths, of_rank, strict=True):
+            with torch.no_grad():
+                want = model.logprobs(model.load_policy(path), data.pack(ranks.make_samples(5)), 0.7)[0]
+            assert (logp - want).abs().max() < NEAR
+
+
+def test_vllm_agrees_with_the_trainer(folder_of):
+    """Its own Gemma and Cohere, and a family that it runs through transformers. bench/families.py has all."""
+    paths = [folder_of(name) for name in ("gemma3_text", "cohere", "olmo3")]
+    (gaps,) = run_ranks(1, families.compare_vllm, paths)
+    assert max(gaps) < 1e-4, gaps
+
+
+# --- dropout
+
+
+def test_dropout_is_off(folder_of):
+    """A dropout that a module got by other ways than its config would change the second pass."""
+    path = folder_of("phi3")
+    p = data.pack(ranks.make_samples(3))
+    for module in (model.load_policy(path), model.load_critic(path)):
+        off = [m.p for m in module.modules() if isinstance(m, torch.nn.Dropout)]
+        assert module.training and off and set(off) == {0.0}
+        args = (p, 1.0) if isinstance(module, model.Policy) else (p,)
+        first, second = (torch.stack([*module(*args)]) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+# --- refused
+
+
+def changed_folder(source: str, out: Path, **changes) -> str:
+    """A copy of a model's folder with changes in its config.json."""
+    out.mkdir()
+    for file in Path(source).iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    config = json.loads((out / "config.json").read_text()) | changes
+    (out / "config.json").write_text(json.dumps(config))
+    return str(out)
+
+
+@pytest.mark.parametrize("model_type,words", [
+    *((name, "leak between the segments") for name in sorted(model.RECURRENT)),
+    ("gemma2", "caps its attention scores"), ("cohere2", "one token more in vLLM"),
+    ("hunyuan_v1_dense", "length of the batch"),
+    ("qwen2_moe", "mixture of experts"), ("qwen3_moe", "mixture of experts"),
+    ("mixtral", "mixture of experts"), ("gpt_oss", "mixture of experts"),
+    ("deepseek_v3", "mixture of experts"), ("phi", "never compared"), ("gemma3", "never compared"),
+    ("no_such_type", "never compared"), ("", "without a type")])
+def test_other_families_are_refused_by_name(model_type, words, folder_of, tmp_path):
+    path = changed_folder(folder_of("llama"), tmp_path / "model", model_type=model_type)
+    with pytest.raises(UserError, match=words) as e:
+        model.load_config(path)
+    message = str(e.value)
+    assert model_type in message and "\n" not in message
+    assert all(family in message for family in model.FAMILIES)
+
+
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_position_embeddings=256,
+                short_factor=[1.0] * 8, long_factor=[2.0] * 8, partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize("name,changes,words", [
+    ("gemma3_text", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    ("gemma3_text", dict(final_logit_softcapping=30.0), "final_logit_softcapping"),
+    ("gemma3_text", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=7), "use_sliding_window"),
+    ("qwen3", dict(use_sliding_window=True, sliding_window=7), "use_sliding_window"),
+    ("qwen3", dict(attention_bias=True), "attention_bias"), ("cohere", dict(attention_bias=True), "bias"),
+    ("ernie4_5", dict(use_bias=True), "use_bias"),
+    ("cohere", dict(tie_word_embeddings=False), "head of its own"),
+    ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+    ("llama", dict(num_experts=4), "mixture of experts"),
+    ("olmo3", dict(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
+    ("qwen2", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "dynamic"),
+    ("phi3", dict(rope_parameters=LONGROPE), "longrope")])
+def test_settings_that_are_not_computed_are_refused(name, changes, words, folder_of, tmp_path):
+    path = changed_folder(folder_of(name), tmp_path / "model", **changes)
+    with pytest.raises(UserError, match=words) as e:
+        model.load_config(path)
+    assert name in str(e.value) and "\n" not in str(e.value)
+
+
+def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
+    """A head's bias would otherwise be dropped without a word."""
+    from safetensors.torch import load_file, save_file
+
+    path = changed_folder(folder_of("llama"), tmp_path / "model")
+    file = Path(path, "model.safetensors")
+    save_file(load_file(file) | {"lm_head.bias": torch.ones(5)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"1 tensors that a llama doesn't have.*'lm_head.bias'"):
+        model.load_policy(path)
+
+
+def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
+    """Refused where varlen_attn has no windows, before anything is loaded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model.load_config(folder_of("olmo3"))
+    monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})
+    model.load_config(folder_of("qwen2"))
+    with pytest.raises(UserError, match="sliding windows, which varlen_attn"):
+        model.load_config(folder_of("olmo3"))
+
+
+# --- a critic of another family
+
+
+def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
+    """At the end of a run and by the command. Its values are those of the model in training."""
+    critic = folder_of("gemma3_text")
+    cfg = {"model": folder_of("granite"), "critic_model": critic}
+    run = tmp_path / "run"
+    (message,) = run_ranks(1, ranks.main, families.replace(base, **cfg, out=str(run), steps=1, eval_data=(),
+                                                           save_every=1))
+    assert message == ""
+    ckpt.export(run, "1", tmp_path / "hf", "critic")
+    p, values = data.pack(ranks.make_samples(3)), []
+    for folder in (run / "export" / "critic", tmp_path / "hf"):
+        assert model.load_config(str(folder)).model_type == "gemma3_text"
+        with torch.no_grad():
+            values.append(model.values(model.load_critic(str(folder)), p))
+    assert torch.equal(*values)
+    assert model.load_config(str(run / "export" / "policy")).model_type == "granite"
+
+
+def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
+    path = changed_folder(folder_of("llama"), tmp_path / "model")
+    file = Path(path, "tokenizer.json")
+    file.write_text(file.read_text().replace('"<think>"', '"<other>"'))
+    tokenizer = model.load_tokenizer(folder_of("qwen2"))
+    cfg = families.replace(PRESETS["tiny-ppo"], model=folder_of("qwen2"), critic_model=path)
+    with pytest.raises(UserError, match="has other tokens than"):
+        checks.check_critic(cfg, tokenizer)
+    checks.check_critic(families.replace(cfg, critic_model=folder_of("granite")), tokenizer)
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The Hub's cache on this machine, in an empty folder. There is no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def put_into_cache(hub: Path, source: str) -> Path:
+    """Store a folder as the model org/tiny, in huggingface_hub's layout. Returns the snapshot's folder."""
+    snapshot = hub / "models--org--tiny" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    changed_folder(source, snapshot)
+    (hub / "models--org--tiny" / "refs").mkdir()
+    (hub / "models--org--tiny" / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
+    snapshot = put_into_cache(hub, folder_of("qwen2"))
+    path = model.resolve("org/tiny")
+    assert path == str(snapshot) and model.load_policy(path) and model.load_tokenizer(path)
+    for same in (str(ROOT), "tests/absent/model", ""):
+        assert model.resolve(same) == same
+
+
+@pytest.mark.parametrize("arguments,words", [
+    (("org/absent",), "hf download org/absent --local-dir DIR where .* and then --model DIR"),
+    (("org/gsm", "dataset"), "hf download org/gsm --repo-type dataset --local-dir DIR .* --data DIR")])
+def test_an_id_that_cannot_be_had_is_refused_in_one_line(arguments, words, hub):
+    with pytest.raises(UserError, match=words) as e:
+        model.resolve(*arguments)
+    assert str(e.value).startswith(f"no folder {arguments[0]}, and the Hub's") and "\n" not in str(e.value)
+
+
+def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
+    """The network is replaced: what would be downloaded is put into the cache after half a second."""
+    from_hub = model.snapshot_download
+
+    def snapshot_download(name, local_files_only=False, **options):
+        if not local_files_only:
+            assert os.environ["LOCAL_RANK"] == "0"
+            time.sleep(0.5)
+            put_into_cache(hub, folder_of("qwen2"))
+        return from_hub(name, local_files_only=True, **options)
+
+    folder_of("qwen2")
+    monkeypatch.setattr(model, "snapshot_download", snapshot_download)
+    first, second = run_ranks(2, ranks.resolved, "org/tiny")
+    assert first == second == str(hub / "models--org--tiny" / "snapshots" / ("0" * 40))
+    first, second = run_ranks(2, ranks.resolved, "org/absent")
+    assert first == second and "hf download org/absent" in first
+
+
+def test_a_download_that_was_cut_short_is_not_taken_for_a_model(hub, folder_of):
+    snapshot = put_into_cache(hub, folder_of("qwen2"))
+    assert model._is_whole(snapshot)
+    (snapshot / "model.safetensors").unlink()
+    assert not model._is_whole(snapshot)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1.safetensors").touch()
+    assert not model._is_whole(snapshot)
+    (snapshot / "model-2.safetensors").touch()
+    assert model._is_whole(snapshot)
