@@ -1,0 +1,280 @@
+r"""Rows of data files as problems with a gold answer.
+
+    for number, row in problem_rows("train.jsonl", "math"):
+        row.turns, row.answer, row.kind
+
+A file is JSON, JSONL, Parquet or a data set on Hugging Face's hub. A row is one of these, told apart by its
+fields; `problem_of` reads all of them:
+
+    plain, TRL            prompt (text or turns); answer, ground_truth or solution
+    Open-Reasoner-Zero    [{from, value}, {from, ground_truth: {value}}], or prompt (turns) and final_answer
+    Open-Instruct RLVR    messages (turns); ground_truth
+    verl, DAPO            prompt (turns); reward_model: {ground_truth}
+    Open-R1, MATH         problem; answer, or a solution with \boxed{ANSWER}
+    GSM8K                 question; an answer that ends in #### ANSWER
+    MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
+
+Every row gives a problem and an answer that is not empty, or a UserError of one line with file and row.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from answers import KINDS, extract, grade
+from configs import Number, UserError, read_rows, require
+
+PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
+ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
+ROLES = {None: "user", "human": "user", "gpt": "assistant",  # ORZ's words; the other three stay
+         **{role: role for role in ("system", "user", "assistant")}}
+WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
+EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
+DATA_FILES = (".json", ".jsonl", ".parquet")
+HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A problem as its file has it."""
+
+    turns: tuple[tuple[str, str], ...]  # (role, content); the last is the user's: the problem
+    answer: str  # the gold answer
+    kind: str  # how answers are compared: one of reward.KINDS
+    dataset: str  # the data set that the row names, or ""
+
+    @property
+    def text(self) -> str:
+        """The problem."""
+        return self.turns[-1][1]
+
+
+# --- files
+
+
+def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
+    """(number, row) of all rows of a file or of a data set on the hub. `default`: see `problem_of`. Raises
+    UserError."""
+    for number, row in read_rows(local_file(path)):
+        yield number, problem_of(row, f"{path} row {number}", default)
+
+
+def local_file(path: str) -> str:
+    """The file that `path` names: itself, or a file of the hub's data set OWNER/NAME:FILE, from the cache or
+    downloaded. OWNER/NAME alone means the data set's only train file. Raises UserError."""
+    match = HUB.fullmatch(path)
+    if Path(path).exists() or not match or (path.endswith(DATA_FILES) and not match[2]):
+        return path
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+    repo, file = match[1], match[2]
+    found = try_to_load_from_cache(repo, file, repo_type="dataset") if file else None
+    if isinstance(found, str):
+        return found
+    names = _cached_names(repo)
+    cached = not file and bool(_train_files(names))
+    try:
+        names = names if cached else HfApi().list_repo_files(repo, repo_type="dataset")
+        wanted = [name for name in names if name == file] if file else _train_files(names)
+        some = wanted or [name for name in names if name.endswith(DATA_FILES)]
+        found = f"no {file}" if file else f"{len(wanted)} train files"
+        require(len(wanted) == 1, f"the data set {repo} has {found}",
+                " or ".join(f"{repo}:{name}" for name in some[:3]) or "a data set with data files")
+        return hf_hub_download(repo, wanted[0], repo_type="dataset", local_files_only=cached)
+    except UserError:
+        raise
+    except Exception as e:  # the network's many ways to fail
+        raise UserError(f"no file {path}, and the hub's data set is neither in the cache nor reachable "
+                        f"({type(e).__name__}); needed: a file that exists, or first: "
+                        f"hf download --repo-type dataset {repo}") from None
+
+
+def _cached_names(repo):
+    """Files of the hub's data set that are in the cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
+    except (OSError, ValueError):  # none
+        return []
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def _train_files(names):
+    return [name for name in names if "train" in name and name.endswith(".parquet")]
+
+
+# --- rows
+
+
+def problem_of(row: Any, where: str, default: str = "math") -> Row:
+    """The problem of a row in any of the formats above. `default` is the kind of a row that names none.
+    Raises UserError with `where` for any other row."""
+    fields = _fields(row)
+    turns = _turns(_first(fields, *PROBLEM), where)
+    _check_text(turns[-1][1] if turns else None, "problem", row, where)
+    choices = _choices(fields, where)
+    kind = fields.get("reward")
+    if kind is None:
+        kind = "choice" if choices else default
+    require(kind in KINDS, f"{where} has reward {kind!r:.80}", f"one of {', '.join(KINDS)}")
+    if kind == "choice" and choices:
+        role, text = turns[-1]
+        turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
+        answer = _letter_of(_gold(fields), fields, choices, where)
+    else:
+        answer = _answer(fields, where)
+    _check_text(answer, "answer", row, where)
+    dataset = fields.get("dataset")
+    dataset = dataset if isinstance(dataset, str) else ""
+    for text in (answer, dataset, *(part for turn in turns for part in turn)):
+        require(_is_unicode(text), f"{where} has a lone surrogate, which is no character", "text in UTF-8")
+    return Row(turns, answer, sys.intern(kind), sys.intern(dataset))
+
+
+def _fields(row):
+    """The row as one dict; ORZ's training pairs are a list."""
+    if not isinstance(row, list):
+        return row if isinstance(row, dict) else {}
+    turns = [turn for turn in row if isinstance(turn, dict)]
+    golds = [turn["ground_truth"] for turn in turns if turn.get("ground_truth") is not None]
+    gold = golds[-1] if golds else None
+    return {"prompt": [turn for turn in turns if _first(turn, "value", "content") is not None],
+            "answer": gold.get("value") if isinstance(gold, dict) else gold}
+
+
+def _first(fields, *names):
+    """The first of these fields that isn't None, or None."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def _check_text(text, name, row, where):
+    """Raises UserError for a text that is missing or blank."""
+    if text is None or not text.strip():
+        found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise UserError(f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}")
+
+
+def _turns(prompt, where):
+    """(role, content) of a conversation's turns up to its last question. A text is one question. The turns of
+    the assistant after the question are a demonstration, and no part of the prompt."""
+    if not isinstance(prompt, list):
+        return (("user", prompt),) if isinstance(prompt, str) else ()
+    turns = []
+    for turn in prompt:
+        fields = turn if isinstance(turn, dict) else {}
+        role, text = _first(fields, "role", "from"), _first(fields, "content", "value")
+        known = (role is None or isinstance(role, str)) and role in ROLES
+        require(known and isinstance(text, str), f"{where} has a turn without text or of another role",
+                '{"role": "system", "user" or "assistant", "content": "1+1="}')
+        turns.append((ROLES[role], text))
+    while turns and turns[-1][0] == "assistant":
+        turns.pop()
+    require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a last turn of the user")
+    return tuple(turns)
+
+
+def _is_unicode(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# --- gold answers
+
+
+def _gold(fields):
+    """The value of the row's answer field, without lists and dicts around it."""
+    gold = _first(fields, *ANSWER)
+    if isinstance(gold, dict):
+        gold = gold.get("ground_truth")
+    return gold[0] if isinstance(gold, list) and len(gold) == 1 else gold
+
+
+def _plain_text(value):
+    """A text or a finite number as text; None for anything else."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Number):
+        return value.text
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, float | Decimal) or not math.isfinite(value):
+        return None
+    # Parquet has integers as floats where a column also has nulls.
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _answer(fields, where):
+    """The gold answer's text, out of its worked solution; None where there is none."""
+    text = _plain_text(_gold(fields))
+    if text is None:
+        return None
+    if "\\boxed" in text or "\\fbox" in text:
+        boxed = extract(text, "boxed")
+        require(boxed is not None, f"{where} has no answer in its box, which is empty or not closed",
+                r"\boxed{ANSWER}")
+        return boxed.strip()
+    _, marked, last = text.rpartition("####")  # GSM8K
+    if marked and "\n" not in last.strip():
+        last = last.strip()
+        return last.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", last) else last
+    if _first(fields, *ANSWER) is fields.get("solution"):
+        # The solution of TRL's prompts may be the bare answer. Four words are a sentence.
+        bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
+        require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
+    return text
+
+
+# --- choices
+
+
+def _choices(fields, where):
+    """Letter -> text of the row's choices; {} where it has none."""
+    choices = _first(fields, "choices", "options")
+    if isinstance(choices, list):
+        choices = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", choices, strict=False)) if len(choices) <= 26 else 0
+    elif isinstance(choices, dict):  # Parquet adds the letters of other rows, as nulls
+        choices = {letter: text for letter, text in choices.items() if text is not None}
+    if choices is None or choices == {}:
+        return {}
+    texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
+    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() and _is_unicode(v) for k, v in texts.items())
+    require(right, f"{where} has choices that are not up to 26 texts",
+            '"choices": ["5", "6"], or {"A": "5", "B": "6"}')
+    return texts
+
+
+def _with_choices(text, choices, where):
+    """The problem with its choices below, one `A. text` a line, unless they are in it already."""
+    words = " ".join(text.split())
+    if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
+           for letter, choice in choices.items()):
+        return text
+    own = all(re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices)
+    require(not own, f"{where} has other choices in its problem than in its choices", "the same choices")
+    return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in choices.items())])
+
+
+def _letter_of(gold, fields, choices, where):
+    """The letter of the choice that the gold answer names: by index from 0, letter or text."""
+    if isinstance(gold, Number | int | float) and not isinstance(gold, bool):
+        index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
+        found = list(choices)[int(index[1]):][:1] if index else []
+    else:
+        text = (_answer(fields, where) or "").strip()
+        found = {k for k, v in choices.items() if text in (k, v.strip())}
+        if not found or isinstance(_first(fields, "choices", "options"), dict) and text in choices:
+            found = {k for k in choices if grade(text, k, "choice")}
+        require(len(found) < 2, f"{where} has the answer {text!a:.80}, which is {len(found)} of its choices",
+                f"one of {', '.join(choices)}")
+    require(len(found) == 1, f"{where} has the answer {gold!a:.80}, which is none of its choices",
+            f"one of {', '.join(choices)}, or a choice's text, or its index from 0")
+    return next(iter(found))

@@ -1,0 +1,571 @@
+"""Every row is read right, or refused in one line with file and row; a million rows are kept compactly."""
+
+import hashlib
+import json
+import random
+import re
+import tracemalloc
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+from conftest import ROOT, run_ranks
+
+import data
+import rollout
+import rows
+from configs import PRESETS, ROW, UserError
+from model import load_tokenizer
+from reward import Grader
+
+CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
+Q = "1+1="
+
+
+def said(*turns: tuple[str, str]) -> str:
+    """The turns as a JSON list."""
+    return json.dumps([{"role": role, "content": content} for role, content in turns])
+
+
+SHORT = {  # words that stand for long parts of the rows below
+    "USER": said(("user", Q)),
+    "TALK": said(("system", "Be brief."), ("user", "0+1="), ("assistant", "1"), ("user", Q),
+                 ("assistant", "2")),
+    "ASSISTANT": said(("assistant", "x")),
+    "BLANK": said(("user", " ")),
+    "SYSTEM_LAST": said(("user", Q), ("system", "x")),
+    "NARRATOR": said(("narrator", "x"), ("user", Q)),
+    "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
+    "MANY": json.dumps(list(range(27))),
+    "SEVENS400": "7" * 400,
+    "SEVENS5000": "7" * 5000,
+}
+
+
+def fill(line: str) -> str:
+    """The row with its long parts."""
+    return re.sub("|".join(sorted(SHORT, reverse=True)), lambda m: SHORT[m[0]], line)
+
+
+ABCD = f"{Q}\nA. 5\nB. 2\nC. 6\nD. 7"
+
+# A row -> its problem, gold answer and kind.
+READ = {
+    '{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
+    # GSM8K
+    r'{"question": "1+1=", "answer": "We add 1 and 1.\n#### 42"}': (Q, "42", "math"),
+    r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1234", "math"),
+    r'{"question": "1+1=", "answer": "On one line. #### -7"}': (Q, "-7", "math"),
+    # MATH, Open-R1
+    r'{"problem": "1+1=", "solution": "first \\boxed{1}, then \\boxed{2}."}': (Q, "2", "math"),
+    r'{"problem": "1+1=", "solution": "$\\boxed{\\frac{\\sqrt{2}}{\\frac{1}{3}}}$"}':
+        (Q, r"\frac{\sqrt{2}}{\frac{1}{3}}", "math"),
+    r'{"problem": "1+1=", "solution": "so \\fbox{2}"}': (Q, "2", "math"),
+    r'{"problem": "1+1=", "solution": "so $\\boxed 5$."}': (Q, "5", "math"),
+    r'{"problem": "1+1=", "solution": "so \\boxed 3.5."}': (Q, "3.5", "math"),
+    r'{"problem": "1+1=", "solution": "\\boxed{2} and \\boxed{3"}': (Q, "2", "math"),
+    r'{"problem": "1+1=", "solution": "\\boxed{3}", "answer": "2"}': (Q, "2", "math"),
+    r'{"problem": "1+1=", "solution": "\\boxed{2}", "answer": null}': (Q, "2", "math"),
+    # verl, DAPO, TRL, RLVR
+    '{"prompt": USER, "reward_model": {"ground_truth": "2", "style": "rule"}}': (Q, "2", "math"),
+    '{"prompt": TALK, "reward_model": {"ground_truth": 2}, "data_source": "d"}': (Q, "2", "math"),
+    '{"prompt": USER, "solution": "2"}': (Q, "2", "math"),
+    r'{"prompt": "1+1=", "solution": "$\\frac{1}{2}$"}': (Q, r"$\frac{1}{2}$", "math"),
+    '{"prompt": "1+1=", "ground_truth": "2"}': (Q, "2", "math"),
+    '{"messages": USER, "ground_truth": ["2"], "dataset": "gsm8k"}': (Q, "2", "math"),
+    '{"messages": TALK, "ground_truth": "2", "dataset": ["gsm8k"]}': (Q, "2", "math"),
+    # ORZ
+    '[{"from": "human", "value": "1+1="}, {"from": "assistant", "ground_truth": {"value": "2"}}]':
+        (Q, "2", "math"),
+    '{"prompt": [{"from": "user", "value": "1+1="}], "final_answer": "2"}': (Q, "2", "math"),
+    '{"prompt": [{"from": "user", "value": "1+1=\\nA. x\\nB. y"}], "final_answer": "B", '
+    '"choices": {"A": "x", "B": "y"}}': ("1+1=\nA. x\nB. y", "B", "choice"),
+    # MMLU
+    '{FOUR, "answer": 1}': (ABCD, "B", "choice"),
+    '{FOUR, "answer": 1.0}': (ABCD, "B", "choice"),
+    '{FOUR, "answer": "2"}': (ABCD, "B", "choice"),
+    '{FOUR, "answer": "B"}': (ABCD, "B", "choice"),
+    '{FOUR, "answer": "(b)"}': (ABCD, "B", "choice"),
+    '{"question": "1+1=", "options": [5, 2], "answer": "B"}': (f"{Q}\nA. 5\nB. 2", "B", "choice"),
+    '{"question": "1+1= (A) 5 (B) 2", "choices": ["5", "2"], "answer": 1}':
+        ("1+1= (A) 5 (B) 2", "B", "choice"),
+    '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
+    '{"question": "1+1=", "choices": {"A": "B", "B": "A"}, "answer": "A"}':
+        (f"{Q}\nA. B\nB. A", "A", "choice"),
+    '{"prompt": "1+1=", "answer": "2", "choices": []}': (Q, "2", "math"),
+    '{"prompt": "1+1=", "answer": "2", "choices": null}': (Q, "2", "math"),
+    '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
+    # numbers, kinds
+    '{"prompt": "1+1=", "answer": 1.10}': (Q, "1.10", "math"),
+    '{"prompt": "1+1=", "answer": 1e3}': (Q, "1e3", "math"),
+    '{"prompt": "1+1=", "answer": 0.30}': (Q, "0.30", "math"),
+    '{"prompt": "1+1=", "answer": -0}': (Q, "-0", "math"),
+    '{"prompt": "1+1=", "answer": SEVENS400}': (Q, "7" * 400, "math"),
+    '{"prompt": "1+1=", "answer": SEVENS5000}': (Q, "7" * 5000, "math"),
+    '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
+    '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
+    '{"prompt": "1+1=", "answer": "2", "choices": ["1", "2"], "reward": "math"}': (Q, "2", "math"),
+}
+
+# A row that is refused -> words of the message.
+REFUSED = {
+    **{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
+    '{"prompt": "", "answer": "2"}': "no problem",
+    '{"prompt": 5, "answer": "2"}': "no problem", '{"prompt": ["x"], "answer": "2"}': "a turn without text",
+    '{"prompt": {"role": "user"}, "answer": "2"}': "no problem",
+    '{"prompt": ASSISTANT, "answer": "2"}': "no problem",
+    '{"prompt": BLANK, "answer": "2"}': "no problem",
+    '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
+    '{"prompt": NARRATOR, "answer": "2"}': "of another role",
+    '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "of another role",
+    '{"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "2"}': "a turn without text",
+    **{f'{{"prompt": "1+1=", "answer": {value}}}': "no answer" for value in
+       ("null", "NaN", "Infinity", "true", "false", "[]", '["1", "2"]', "{}", '""', r'" \n\t"', "[[]]")},
+    r'{"question": "1+1=", "answer": "We add.\n####"}': "no answer",
+    r'{"problem": "1+1=", "solution": "We add, so it is 2."}': "a solution without a boxed answer",
+    r'{"problem": "1+1=", "solution": "2"}': "a solution without a boxed answer",
+    r'{"prompt": "1+1=", "solution": "We add them and get two."}': "a solution without a boxed answer",
+    r'{"problem": "1+1=", "solution": "so \\boxed{2"}': "no answer in its box",
+    r'{"problem": "1+1=", "solution": "so \\boxed{ }"}': "no answer",
+    '{"prompt": "1+1=", "reward_model": {"style": "rule"}}': "no answer",
+    **{f'{{"prompt": "1+1=", "answer": "2", "reward": {kind}}}': "has reward" for kind in
+       ('"vibes"', "1", "[]", '["math"]', '""', "false")},
+    '{FOUR, "answer": 4}': "none of its choices", '{FOUR, "answer": -1}': "none of its choices",
+    '{FOUR, "answer": "E"}': "none of its choices", '{FOUR, "answer": 0.5}': "none of its choices",
+    '{FOUR, "answer": true}': "none of its choices", '{FOUR, "answer": null}': "none of its choices",
+    '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "2 of its choices",
+    '{"question": "1+1=", "choices": ["B", "A"], "answer": "A"}': "2 of its choices",
+    '{"question": "1+1=", "choices": ["1", null], "answer": 0}': "choices that are not",
+    '{"question": "1+1=", "choices": "1 or 2", "answer": 0}': "choices that are not",
+    '{"question": "1+1=", "choices": {"1": "x"}, "answer": 0}': "choices that are not",
+    '{"question": "1+1=", "choices": MANY, "answer": 0}': "choices that are not",
+    r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "other choices in its problem",
+    r'{"prompt": "1+1=\ud800", "answer": "2"}': "lone surrogate",
+    r'{"prompt": "1+1=", "answer": "2\udfff"}': "lone surrogate",
+    r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "choices that are not",
+    '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
+        "lone surrogate",
+    '{"prompt": "1+1=", "answer": "2"': "not JSON", "oops": "not JSON", "[" * 100_000: "nested too deeply",
+}
+
+
+def load(path, tokenizer, cfg=CFG, **kwargs) -> data.Problems:
+    return data.load_problems([str(path)], tokenizer, cfg, lambda text: None, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny):
+    """The demo's, with a chat template that shows all turns."""
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    return tokenizer
+
+
+@pytest.mark.parametrize("line", READ, ids=range(len(READ)))
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+def test_a_row_of_every_format_is_read(line, form, tmp_path):
+    path, text = tmp_path / f"d.{form}", fill(line)
+    if form == "parquet":
+        write_parquet(path, text)
+    else:
+        path.write_text(text + "\n" if form == "jsonl" else f"[{text},\n{text}]")
+    found = [(r.text, r.answer, r.kind) for _, r in rows.problem_rows(str(path), "math")]
+    assert set(found) == {READ[line]}
+
+
+def write_parquet(path: Path, line: str) -> None:
+    """Write one row as Parquet. Skips what Parquet can't hold: rows that are lists, and numbers as text."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    row = json.loads(line) if "777" not in line else []
+    if not isinstance(row, dict) or any(isinstance(v, list) and v and len({type(x) for x in v}) > 1
+                                        for v in row.values()):
+        pytest.skip("not a Parquet row")
+    if any(s in line for s in ("1.10", "1e3", "0.30", "-0}")):
+        pytest.skip("a number that Parquet doesn't keep as text")
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), path)
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_path):
+    good = '{"prompt": "1+1=", "answer": "2"}'
+    path, text = tmp_path / f"d.{form}", fill(line)
+    path.write_text(f"{good}\n{text}\n{good}\n" if form == "jsonl" else f"[{good}, {text}, {good}]")
+    with pytest.raises(UserError) as e:
+        list(rows.problem_rows(str(path), "math"))
+    message = str(e.value)
+    assert message.startswith(f"{path} row 2") and "\n" not in message and len(message) < 500
+    assert REFUSED[line] in message and "needed: " in message
+    message.encode()  # a lone surrogate would break the terminal
+
+
+def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
+    """Columns are shared by all rows, so a field that a row lacks is null. Integers of a column with nulls
+    may be floats. Decimals keep their places."""
+    pa = pytest.importorskip("pyarrow")
+    from decimal import Decimal
+
+    import pyarrow.parquet
+
+    mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
+             {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
+              "choices": {"A": "x", "B": "y", "C": None}}]
+    table = pa.Table.from_pylist(mixed, pa.schema([
+        ("prompt", pa.list_(pa.struct([(n, pa.string()) for n in ("role", "content", "from", "value")]))),
+        ("answer", pa.string()), ("choices", pa.struct([(n, pa.string()) for n in "ABC"]))]))
+    pyarrow.parquet.write_table(table, tmp_path / "mixed.parquet")
+    found = [r for _, r in rows.problem_rows(str(tmp_path / "mixed.parquet"), "math")]
+    assert [(r.text, r.answer, r.kind) for r in found] == [
+        (Q, "2", "math"), (f"{Q}\nA. x\nB. y", "B", "choice")]
+    columns = {"float": pa.array([2.0, 0.5, float("nan")]), "decimal": pa.array([Decimal("1.10")] * 3),
+               "int": pa.array([2, -3, None])}
+    expected = {"float": ["2", "0.5", None], "decimal": ["1.10"] * 3, "int": ["2", "-3", None]}
+    for name, column in columns.items():
+        pyarrow.parquet.write_table(pa.table({"prompt": [Q] * 3, "answer": column}), tmp_path / name)
+        (tmp_path / name).rename(tmp_path / f"{name}.parquet")
+        reader = rows.problem_rows(str(tmp_path / f"{name}.parquet"), "math")
+        for want in expected[name]:
+            if want is None:
+                with pytest.raises(UserError, match=r"\.parquet row 3 has no answer"):
+                    next(reader)
+            else:
+                assert next(reader)[1].answer == want
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(UserError, match="broken.parquet can't be read"):
+        list(rows.problem_rows(str(tmp_path / "broken.parquet"), "math"))
+
+
+GOOD = b'{"prompt": "1+1=", "answer": "2"}'
+
+
+@pytest.mark.parametrize("name,content,numbers", [
+    ("d.jsonl", b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD, [1, 2]),
+    ("d.json", b"\xef\xbb\xbf[" + GOOD + b"]", [1]),
+    ("d.jsonl", b"\n\n" + GOOD + b"\r\n\n" + GOOD + b"\n\n", [3, 5]),  # the number of a row is its line's
+    ("d.json", b" \n [ " + GOOD + b" ,\n" + GOOD + b" ] \n", [1, 2]),
+    ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # lines, whatever the file is called
+    ("d.jsonl", '{"prompt": "a\u2028b", "answer": "\u00e9"}'.encode(), [1]),
+    ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 is not UTF-8"),
+    ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 is not UTF-8"),
+    ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "row 1 is not followed by a comma"),
+    ("d.json", b"[" + GOOD + b", " + GOOD, "row 2 is not followed by a comma"),
+    ("d.json", b"[" + GOOD + b",", "row 2 is not JSON"),
+    ("d.json", b"[]", "is empty"), ("d.json", b"\xef\xbb\xbf", "is empty"), ("d.jsonl", b"\n \n", "is empty"),
+    ("d.json", b"[" + GOOD + b"] more", "row 1 is not followed"),
+])
+def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    if isinstance(numbers, list):
+        assert [number for number, _ in rows.problem_rows(str(path), "math")] == numbers
+    else:
+        with pytest.raises(UserError) as e:
+            list(rows.problem_rows(str(path), "math"))
+        assert f"{path} {numbers}" in str(e.value) and "\n" not in str(e.value)
+
+
+# --- conversations
+
+
+def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
+    """In a batch as one by one. The demonstration after the question is dropped."""
+    path = tmp_path / "d.jsonl"
+    path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
+    talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
+    assert tokenizer.decode(list(talk.ids)) == "[system]Be brief.[user]0+1=[assistant]1[user]1+1=[assistant]"
+    assert talk.turns == json.loads(SHORT["TALK"])[:-1] and talk.text == Q
+    assert plain.turns == [{"role": "user", "content": Q}]
+    for p in (talk, plain):
+        assert list(p.ids) == tokenizer.apply_chat_template(p.turns, tokenize=True, return_dict=False,
+                                                            add_generation_prompt=True)
+    for template in ("plain", "orz"):
+        with pytest.raises(UserError, match=r"row 1 has 3 turns before its problem \(system, user, assist"
+                                            rf"ant\).*--template {template}.*needed: --template chat"):
+            load(path, tokenizer, replace(CFG, template=template))
+    path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
+    with pytest.raises(UserError, match="row 2: the chat template refuses its turns"):
+        load(path, tokenizer, replace(CFG, template="chat"))
+
+
+def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"messages": json.loads(said(("system", ""), ("user", Q))), "answer": "2"}))
+    assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
+
+
+# --- any row
+
+
+def random_json(rng: random.Random, depth: int = 0):
+    """A random value, with the fields that rows have."""
+    words = ["1+1=", "2", "", " ", "A", "B", "x\ny", "\\boxed{2}", "\\boxed{", "#### 7", "user", "assistant",
+             "system", "math", "choice", "é\u2028", "\ud800", "9" * 30]
+    names = ["prompt", "problem", "question", "messages", "answer", "final_answer", "ground_truth",
+             "solution", "reward_model", "reward", "choices", "options", "role", "content", "from", "value"]
+    what = rng.randrange(9 if depth < 4 else 6)
+    if what < 4:
+        return rng.choice(words)
+    if what < 6:
+        return rng.choice([None, True, False, 0, 1, 3, -1, 0.5, 1e400, float("nan"), 10**40])
+    if what == 6:
+        return [random_json(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(names): random_json(rng, depth + 1) for _ in range(rng.randrange(6))}
+
+
+def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
+    rng, counts = random.Random(0), Counter()
+    for i in range(30_000):
+        value = random_json(rng)
+        if i % 2:  # nearly a row
+            choices = rng.choice([["A", "2"], {"A": "x"}, random_json(rng, 3)])
+            value = {rng.choice(["prompt", "problem"]): rng.choice([Q, "x\ny", random_json(rng, 3)]),
+                     rng.choice(["answer", "solution"]): random_json(rng, 3),
+                     rng.choice(["choices", "dataset"]): choices,
+                     **(value if isinstance(value, dict) else {})}
+        value = ROW.decode(json.dumps(value))
+        try:
+            row = rows.problem_of(value, "f.jsonl row 3")
+        except UserError as e:
+            assert str(e).startswith("f.jsonl row 3") and "\n" not in str(e) and len(str(e)) < 400, value
+            str(e).encode()
+            counts["refused"] += 1
+        else:
+            assert type(row.answer) is str and row.answer.strip() and row.text.strip(), value
+            assert row.kind in ("math", "choice", "exact"), value
+            (row.text + row.answer).encode()
+            counts["read"] += 1
+    assert min(counts.values()) > 1000, counts
+
+
+# --- gold answers
+
+
+def worked_solutions() -> list[tuple[dict, str, str]]:
+    """(row, a right answer, a wrong answer): 500 in GSM8K's form, and 300 solutions with nested boxes."""
+    rng, found = random.Random(0), []
+    for i in range(500):
+        n = rng.choice([rng.randrange(100), rng.randrange(10**6), -rng.randrange(50)])
+        steps = "\n".join(f"Then {a}+{a}=<<{a}+{a}={2 * a}>>{2 * a}." for a in rng.sample(range(99), 3))
+        row = {"question": f"Sum {i}?", "answer": f"{steps}\n#### {n:,}"}
+        found.append((row, str(n), str(n + rng.choice([-1, 1, 10]))))
+    for i in range(300):
+        a, b, c = (rng.randrange(2, 30) for _ in range(3))
+        inner = rng.choice([
+            rf"\frac{{{a}}}{{\frac{{{b}}}{{{c}}}}}", rf"\sqrt{{{a}^{{2}}+\frac{{{b}}}{{{c}}}}}",
+            rf"\left({{{a}}},\frac{{{b}}}{{{c}}}\right)", rf"\frac{{\sqrt{{{a}}}}}{{{b}}}"])
+        solution = f"We try \\boxed{{0}} first, and {{then}} find $\\boxed{{{inner}}}$. Done."
+        wrong = inner.replace(str(a), str(a + 1), 1)
+        found.append(({"problem": f"Box {i}?", "solution": solution}, inner, wrong))
+    return found
+
+
+def test_right_answers_to_worked_solutions_are_right_and_wrong_ones_wrong():
+    cases = worked_solutions()
+    with Grader(workers=2, deadline=20) as grader:
+        for i, (row, right, wrong) in enumerate(cases):
+            gold = rows.problem_of(ROW.decode(json.dumps(row)), "row").answer
+            for name, answer in (("right", right), ("wrong", wrong)):
+                grader.submit((name, i), f"<answer>\\boxed{{{answer}}}</answer>", gold, True)
+        grades = grader.results()
+    assert Counter((name, g.reason) for (name, _), g in grades.items()) == {
+        ("right", "correct"): 800, ("wrong", "wrong"): 800}
+
+
+def gold_rows(hopeless: int, count: int) -> str:
+    """Rows of JSON Lines, the first `hopeless` of which no answer can be right for."""
+    kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
+    bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
+    good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
+            for a in [[str(i), rf"\frac{{{i}}}{{7}}", f"{i}.5", r"x^2+1", "east"][i % 5]]]
+    return "".join(json.dumps(row) + "\n" for row in bad + good)
+
+
+def test_gold_answers_that_cannot_be_graded_end_the_start(base, tmp_path, monkeypatch):
+    """Two ranks agree, name file and row, and a resumed run does not check again. Over 1 % is refused without
+    --go; a custom reward is not checked; of many gold answers a sample is."""
+    path = tmp_path / "gold.jsonl"
+    cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
+    path.write_text(gold_rows(2, 150))
+    two = run_ranks(2, ranks.gold_check, cfg)
+    assert two[0] == two[1] or two[0][1:] == two[1][1:]
+    checked, found, refused = two[0]
+    assert checked.startswith("150 gold answers checked in ")
+    assert found == "2 of 150 gold answers can't be graded: gold.jsonl:1 'no', gold.jsonl:2 '$$'"
+    assert refused.startswith(f"refused: {found}; needed: ") and "--go" in refused
+    assert not (tmp_path / "gold.json").exists()  # a refused run leaves no file
+    assert len(run_ranks(1, ranks.gold_check, replace(cfg, go=True))[0]) == 2
+    assert run_ranks(1, ranks.gold_check, replace(cfg, go=True))[0] == [found]  # kept
+    path.write_text(gold_rows(1, 150))
+    said = run_ranks(1, ranks.gold_check, cfg)[0]
+    assert len(said) == 2 and said[1].startswith("1 of 150")
+    assert run_ranks(1, ranks.gold_check, replace(cfg, reward=base.reward))[0] == []
+    monkeypatch.setattr("checks.GOLD_SAMPLE", 100)
+    path.write_text(gold_rows(75, 150))
+    samples = [run_ranks(count, ranks.gold_check, cfg)[0][1:] for count in (1, 2)]
+    assert samples[0] == samples[1]
+    assert 30 < int(re.match(r"(\d+) of 100 gold answers", samples[0][0])[1]) < 70
+
+
+# --- a million problems
+
+
+def test_order_batches_and_fingerprint_are_those_of_earlier_versions(tokenizer):
+    """Computed with the code that kept a list of problems and drew from all weights in each step."""
+    cfg = replace(CFG, prompts_per_step=5)
+    one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
+    assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
+        5, 6, 8, 9, 1, 3, 7, 4, 0, 11, 2, 10, 9, 4, 6, 7, 11, 3, 8, 2]
+    assert [int(p.text) for p in data.replacement_batch(one, 3, 1, cfg)] == [0, 8, 1, 5, 2]
+    mix = [data.Problem(str(i), (i,), str(i), "math", w)
+           for i, w in enumerate([2.0] * 3 + [1.0] * 4 + [0.5] * 6)]
+    assert [int(p.text) for s in range(5) for p in data.batch_at(mix, s, cfg)] == [
+        2, 3, 5, 10, 1, 0, 4, 1, 0, 8, 2, 12, 6, 1, 12, 3, 9, 0, 7, 2, 6, 2, 0, 1, 5]
+    files = [f"{ROOT}/eval_sets/{name}.json" for name in ("aime2024", "gpqa_diamond")]
+    cfg = replace(cfg, max_prompt_len=8192, max_response_len=100, pack_len=20000)
+    for template, fingerprint in (("orz", "c738c9fe85fa6458"), ("plain", "8e3a9fe7a8f199c3")):
+        problems = data.load_problems(files, tokenizer, replace(cfg, template=template), str)
+        assert len(problems) == 228 and data.fingerprint(problems) == fingerprint
+        assert data.fingerprint(list(problems)) == fingerprint
+        for draw, digest in ((lambda s: data.batch_at(problems, s, cfg), "277f29814d789b5f"),  # noqa: B023
+                             (lambda s: data.replacement_batch(problems, s, 1, cfg), "8252e263a051d2e0")):  # noqa: B023
+            texts = "|".join(p.text for s in range(60) for p in draw(s))
+            assert hashlib.sha256(texts.encode()).hexdigest()[:16] == digest
+
+
+def test_problems_behave_like_the_list_of_them(tokenizer, tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(2500))
+    path.write_text("\n".join(lines))
+    problems = load(path, tokenizer)
+    as_list = list(problems)
+    assert len(problems) == len(as_list) == 2500 and problems[-1] == as_list[-1]
+    assert problems[5:9] == as_list[5:9] and problems[np.int64(7)] == as_list[7]
+    assert [p.ids for p in as_list] == [tuple(tokenizer(f"{i}+1=<think>").input_ids) for i in range(2500)]
+    assert problems.where(2003) == "d.jsonl:2004"
+    with pytest.raises(IndexError):
+        problems[2500]
+
+
+def test_problems_are_compact_and_a_batch_does_not_pass_over_them(tokenizer, tmp_path, monkeypatch):
+    """20,000 rows of 100 tokens: 4 bytes a token and 220 more a row are kept beside the text, and at most 300
+    more are needed while they load. A step looks up its own problems only."""
+    path, count = tmp_path / "d.jsonl", 20_000
+    with path.open("w") as file:
+        for i in range(count):
+            file.write(json.dumps({"prompt": f"{i:099}", "answer": str(i)}) + "\n")
+    load(path, tokenizer)  # what is allocated once
+    tracemalloc.start()
+    problems = load(path, tokenizer)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tokens, text = len(problems[0].ids), 99 + 5
+    assert tokens == 100
+    assert (held - count * (4 * tokens + text)) / count < 220
+    assert (peak - held) / count < 300  # the hashes of all rows, and one chunk's tokens
+    cfg, looked_up = replace(CFG, prompts_per_step=64), []
+    get = data.Problems.__getitem__
+    monkeypatch.setattr(data.Problems, "__getitem__", lambda self, i: looked_up.append(i) or get(self, i))
+    for step in range(3):
+        assert len(data.batch_at(problems, step, cfg)) == 64
+        assert len(data.replacement_batch(problems, step, 1, cfg)) == 64
+    data.epoch_len(problems), data.fingerprint(problems)
+    assert len(looked_up) == 3 * 2 * 64
+
+
+# --- several files
+
+
+def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
+    for number, count in enumerate(counts):
+        (folder / f"{number}.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{number}:{i}", "answer": "1"}) + "\n" for i in range(count)))
+    return tuple(str(folder / f"{number}.jsonl") for number in range(len(counts)))
+
+
+def test_weights_are_each_files_own(tokenizer, tmp_path):
+    """Two files of one weight: each gives its own share of every epoch. Replacements are drawn alike."""
+    files = write_files(tmp_path, 40, 8, 20)
+    cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
+    problems = data.load_problems(files, tokenizer, cfg, str)
+    assert data.epoch_len(problems) == 10 + 2 + 40
+    for epoch in range(5):
+        batch = data.batch_at(problems, epoch, cfg)
+        assert Counter(p.text[0] for p in batch) == {"0": 10, "1": 2, "2": 40}
+        assert set(Counter(p.text for p in batch if p.text[0] == "2").values()) == {2}
+    small = replace(cfg, prompts_per_step=13)
+    drawn = Counter(p.text[0] for s in range(400) for p in data.replacement_batch(problems, s, 1, small))
+    total = sum(drawn.values())
+    for name, share in (("0", 10 / 52), ("1", 2 / 52), ("2", 40 / 52)):
+        assert drawn[name] / total == pytest.approx(share, abs=0.03)
+
+
+def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
+    files = write_files(tmp_path, 5, 3)
+    new = '{"prompt": "new", "answer": "1"}\n'
+    (tmp_path / "1.jsonl").write_text((tmp_path / "0.jsonl").read_text() + new)
+    told = []
+    problems = data.load_problems(files, tokenizer, CFG, told.append)
+    assert [problems.where(i) for i in range(6)] == [*(f"0.jsonl:{i}" for i in range(1, 6)), "1.jsonl:6"]
+    assert "dropped 5 repeated (5 of an earlier file, which keeps them)" in told[0]
+    same = data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)
+    assert len(same) == 5 and data.epoch_len(same) == 5
+
+
+def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
+    for folder in ("a/math", "b/math", "b/logic"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test.jsonl").write_bytes(GOOD)
+    paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
+    sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
+    assert list(sets) == ["a-math-test", "b-math-test", "logic-test"]
+    assert rollout.set_names(["x/test.json", "y/other.json"]) == ["test", "other"]
+    assert rollout.set_names(["openai/gsm8k:main/test.parquet", "open/b:main/test.parquet"]) == [
+        "gsm8k-main-test", "b-main-test"]
+    for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
+        with pytest.raises(UserError, match="two files of one name"):
+            rollout.set_names(twice)
+
+
+def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
+    """--max_model_len 20 leaves no room after 20 tokens. In a longer evaluation there is room."""
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
+    cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
+    told = []
+    kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
+    assert [len(p.ids) for p in kept] == [19] and "dropped 2 over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
+    assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
+    assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
+    with pytest.raises(UserError, match="leaves no room for a response; needed: a larger --max_model_len"):
+        load(path, tokenizer, replace(cfg, max_model_len=12))
+
+
+# --- the hub
+
+
+def test_data_sets_of_the_hub_come_from_its_cache(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "datasets--openai--gsm8k"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(revision)
+    (folder / "snapshots" / revision / "main").mkdir(parents=True)
+    for name in ("main/train.jsonl", "main/train-0.parquet"):
+        (folder / "snapshots" / revision / name).write_bytes(GOOD)
+    assert len(load("openai/gsm8k:main/train.jsonl", tokenizer)) == 1
+    assert rows.local_file("openai/gsm8k").endswith("main/train-0.parquet")
+    (folder / "snapshots" / revision / "main/train-1.parquet").write_bytes(GOOD)
+    with pytest.raises(UserError, match="has 2 train files; needed: openai/gsm8k:main/train-0.parquet or"):
+        rows.local_file("openai/gsm8k")
+    for missing in ("openai/gsm8k:main/nothing.jsonl", "other/set"):
+        with pytest.raises(UserError, match="needed: .*: hf download --repo-type dataset (openai|other)/"):
+            rows.local_file(missing)
+    with pytest.raises(UserError, match="no data file runs/missing.jsonl"):
+        load("runs/missing.jsonl", tokenizer)
