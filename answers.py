@@ -1,0 +1,764 @@
+r"""Text in, verdict out: extracts the answer from a response, and compares it with the gold answer.
+
+    extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
+    grade(r"\frac12", "0.5")                               # True
+
+Pure functions of untrusted text. Extraction and `quick_grade` take time linear in the text's length.
+math-verify, which `grade` asks about the rest, may hang or crash: reward.py runs it in processes that can be
+killed.
+
+Equality is decided in three steps. `normalise` writes the same thing the same way (spacing, styles, Unicode,
+plain text) and puts words into quotes. `read` gives the text a type: number, quantity with a unit, base-n
+number, ratio, list, set, tuple, interval, matrix, text, expression. Types are compared part by part, and an
+answer of another type is wrong. math-verify compares the expressions that are left. What we chose:
+
+- Equal in value is equal, in whatever form: `\sqrt{242}` is `11\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`. But where
+  the gold answer is a plain number, an answer with something left to solve (UNSOLVED: `3+4`, `\binom{5}{2}`)
+  is wrong. A policy must not be paid for repeating the problem.
+- A decimal may differ by one part in a million. Or it is the gold answer rounded to its last place, if that
+  is the sixth place or a later one and it has four significant digits.
+- A unit must agree, or be absent on one side. Units are not converted. A percent is a hundredth, so `5\%` is
+  0.05 and not 5. `101_2` equals neither 101 nor 5.
+- Lists and sets are unordered, tuples are ordered, brackets count. `(1,2)` may be a point or an interval; an
+  inequality in one variable is an interval.
+- Words are compared as text without regard to case, a single letter with regard to it: `x` is not `X`.
+- `x=5` equals `5`, but not `y=5`. `6=7` is an equation, not 7.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from configs import require
+
+KINDS = ("math", "choice", "exact")
+
+# --- extraction: no pattern backtracks, so the cost of hostile text is linear in its length
+
+# LaTeX's \\, \{ and \} open no group.
+BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
+ANY_BOX = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
+BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\\text\s*\{)?\s*(?:and|or)?\s*\}?[\s,;$]*")
+STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
+GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
+LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
+CHOICE = re.compile(  # the answer is (C), \boxed{C}, or a line that is a letter only
+    r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
+    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?([A-J])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
+
+
+def extract_answer(text: str) -> str | None:
+    r"""The last balanced \boxed{} of the last <answer>...</answer> block that has one, stripped.
+
+    None if there is none, or if it is empty. `text` must still contain its stop string: without `</answer>`
+    there is no answer. The time is linear in len(text).
+    """
+    for block in reversed(text.split("</answer>")[:-1]):
+        _, opened, inside = block.partition("<answer>")
+        if opened and (boxes := _boxes(inside, BRACE)):
+            return inside[slice(*boxes[-1][1:3])].strip() or None
+    return None
+
+
+def _boxes(text, brace):
+    """(start, start and end of the content, end) of the balanced boxes, by start."""
+    found, stack = [], []  # on the stack, per open brace: the start of its \boxed and of its content, or None
+    for match in brace.finditer(text):
+        if match[1]:
+            stack.append((match.start(), match.end()))
+        elif match[2] == "{":
+            stack.append(None)
+        elif match[2] and stack and (box := stack.pop()):
+            found.append((*box, match.start(), match.end()))
+    return sorted(found)
+
+
+def _after_thought(text):
+    before, closed, after = text.rpartition("</think>")
+    return "" if "<think>" in after else after
+
+
+def _boxed(text):
+    """The last box after the thought. Boxes side by side are one answer: a pair is not the better of both."""
+    text = _after_thought(text)
+    boxes = _boxes(text, ANY_BOX)
+    boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
+    parts, start = [], None
+    for box in sorted(boxes, reverse=True):
+        if start is not None:
+            gap = text[box[3]:start]
+            if box[3] > start or len(gap) > 40 or not BETWEEN_BOXES.fullmatch(gap):
+                break
+        parts.insert(0, text[box[1]:box[2]].strip())
+        start = box[0]
+    return ", ".join(parts)
+
+
+def _stated(text):
+    """The rest of the line after the last `answer is` or `answer:`, or the box in it."""
+    found = [match.end() for match in STATED.finditer(text)]
+    line = text[found[-1]:].strip(" *\t").partition("\n")[0].partition("</answer>")[0] if found else ""
+    return _boxed(line) or line.partition(". I hope")[0].strip(" *")  # Minerva adds: I hope it is correct
+
+
+def _answer_tag(text):
+    block, closed, _ = _after_thought(text).rpartition("</answer>")
+    _, opened, inside = block.rpartition("<answer>")
+    return opened and closed and (_boxed(inside) or _stated(inside) or inside)
+
+
+def _dapo(text):
+    lines = [line for line in _after_thought(text).splitlines() if line.strip()]
+    return _stated("\n".join(lines[-2:]))
+
+
+def _last(pattern):
+    def extractor(text):
+        found = pattern.findall(_after_thought(text))
+        return found[-1] if found else ""
+
+    return extractor
+
+
+# The answer's text by name of the extractor. All but orz's read only what follows `</think>`.
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "orz": extract_answer,  # the last box of the last <answer> block that has one
+    "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
+    "answer_tag": _answer_tag,  # the last <answer> block: its box, what it states, or all of it
+    "gsm8k": _last(GSM8K),  # the last `#### 42`
+    "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
+    "letter": _last(CHOICE),  # the last choice that is stated or begins a line
+    "last_number": _last(LAST_NUMBER),
+    "whole": _after_thought,
+}
+
+
+def extract(text: str, extractor: str = "orz") -> str | None:
+    """The answer in a response, stripped, or None. Raises UserError for an unknown extractor."""
+    require(extractor in EXTRACTORS, f"extractor {extractor!r} is unknown", f"one of {', '.join(EXTRACTORS)}")
+    return (EXTRACTORS[extractor](text) or "").strip() or None
+
+
+def readers(text: str) -> list[str]:
+    """Names of the extractors that find an answer in a response."""
+    return [name for name in EXTRACTORS if extract(text, name) is not None]
+
+
+# --- normalise: the same thing is written the same way, and words stand in quotes
+
+DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
+INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\boxed|(?i:answer)")
+CHARACTERS = str.maketrans({
+    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "⁄": "/",
+    "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "’": "'", "，": ",", "~": " ", '"': "",
+    "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
+    **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+    **{c: f"_{{{i}}}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+    **{c: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("⁄"))
+       for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
+    **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
+})
+STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
+    boldsymbol bm mathit rm bf it limits"""
+COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(
+    quad=" ", qquad=" ", dfrac=r"\frac", tfrac=r"\frac", cfrac=r"\frac", leq=r"\le ", leqslant=r"\le ",
+    geq=r"\ge ", geqslant=r"\ge ", neq=r"\ne ", lt="<", gt=">", bar=r"\overline", dot=r"\overline",
+    lbrace=r"\{", rbrace=r"\}", mid="|", colon=":", div="/", times="*", cdot="*", degree=r"^\circ ",
+    varnothing=r"\emptyset ", langle="(", rangle=")", backslash=r"\setminus ", over=r"\over ", dollars=r"\$")
+SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\%": r"\%", r"\!": "",
+           "\\\\": "\\\\", **dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ")}
+FUNCTIONS = "sin cos tan cot sec csc ln log exp sqrt pi infty theta alpha beta"
+WORDS = {"or": ",", "and": ",", "to": ":", "percent": r"\%", "percentage": r"\%", "infinity": r"\infty ",
+         "inf": r"\infty ", **{name: rf"\{name} " for name in FUNCTIONS.split()}}
+TOKEN = re.compile(r"""
+    \\(?:begin|end)\{\w+\*?\}
+  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|bf|sf)|operatorname)\s*\{(?P<text>[^{}]*)\}
+  | \\mathbb\s*\{\w\}
+  | (?P<symbol>\\\\|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
+  | \\(?P<command>[A-Za-z]+)\ ?
+  | (?P<word>[A-Za-z]+)
+""", re.VERBOSE)
+LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # in \text{}
+# Applied in this order to what TOKEN has left.
+TIDY = [(re.compile(pattern), new) for pattern, new in [
+    (r'(?<=[\d}]) ?"to" ?(?=\d)', ":"),
+    (r"\^ ?\{? ?\\circ ?\}?", '"degrees"'),
+    (r'("degrees") ?([CF])(?![a-z])', r'\1"\2"'),
+    (r"\\\{ ?\\\}", r"\\emptyset "),
+    (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
+    (r'"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+    (r"(\d)\{,\}(?=\d{3})", r"\1"),
+    (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
+    (r"\s+", " "),
+    (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
+    (r'("[^"]*" ?/ ?)([a-z]+)(?!\w)', r'\1"\2"'),
+    (r'" ?"', " "),
+    (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
+    (r" (?=\\)", ""),
+    (r",{2,}", ","),
+    (r"\\(frac|sqrt) ", r"\\\1"),
+    (r"\\frac(\w)(\w)", r"\\frac{\1}{\2}"),
+    (r"\\frac(\w)\{", r"\\frac{\1}{"),
+    (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
+    (r"\{([^{}]*)\\over ?([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\\sqrt\(([^()]*)\)|\\sqrt(\w)", r"\\sqrt{\1\2}"),
+    (r"\^\(([^()]*)\)", r"^{\1}"),
+    (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
+    (r'_ ?"(\w+)"', r'_{"\1"}'),
+    (r"\\overline(\d)", r"\\overline{\1}"),
+    (r"(?<![\\\w}^\]\)])\{([^{}]*)\}", r"\1"),
+    (r"^(?:\\approx|=|:)+ ?", ""),
+]]
+
+
+@lru_cache(4096)
+def normalise(text: str) -> str:
+    r"""`text` with one spelling for spaces, styles, fractions and symbols, and with words in quotes.
+
+    `10~\text{ meters}.` becomes `10 "meters"`. The time is at most quadratic in len(text).
+    """
+    text = text.strip()
+    if match := DELIMITED.fullmatch(text):
+        text = match[match.lastindex].strip()
+    text = re.sub(r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$", text)  # dollars
+    text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"\b([ap])\. ?m\b\.?", r"\1m", text)
+    text = TOKEN.sub(_token, text.translate(CHARACTERS))
+    for pattern, new in TIDY:
+        text = pattern.sub(new, text)
+    return text.rstrip(" .,;\\")
+
+
+def _token(match):
+    if match["symbol"]:
+        return SYMBOLS[match[0]]
+    if match["command"]:
+        return COMMANDS.get(match["command"], match[0])
+    if match["text"] is not None:
+        single = match["font"].startswith("math") and match["text"] in ("e", "i", "d")
+        return match["text"] if single else LETTERS.sub(_quoted, re.sub(r"\$|\\[,;:!]", " ", match["text"]))
+    return _quoted(match) if match["word"] and _is_word(match) else match[0]
+
+
+def _quoted(match):
+    word = match[0].replace(".", "")
+    return WORDS.get(word.lower(), f'"{word}"')
+
+
+def _is_word(match):
+    """Whether letters outside of \\text{} are a word and not a product of variables."""
+    text, word = match.string, match[0].lower()
+    before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
+    if word in UNITS and len(word) > 1:
+        return before[-1:].isdigit() or before[-1:] in tuple(" })")
+    if word in UNITS:
+        return before[-1:] == " " and (before[0].isdigit() or before[0] in "})")
+    if word in WORDS:
+        return True
+    glued = before[-1:].isalnum() or before[-1:] in tuple("_^})\\") or after in tuple("^_+-=/")
+    return not glued and (len(word) > 2 or word in NO_UNIT)
+
+
+# --- read: a type for the whole text, and its parts
+
+
+class Number(NamedTuple):
+    value: Fraction
+    places: int | None  # after the decimal point; None if it is exact
+
+
+class Reading(NamedTuple):
+    """`kind` is number, quantity, base, ratio, list (or set), tuple, intervals, matrix, named, equation,
+    relation, letters, text or expression. `parts` depends on the kind. `text` is the normalised text."""
+    kind: str
+    text: str
+    parts: Any = None
+
+
+UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
+    in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
+    ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
+    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; mph; kph kmh;
+    hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
+ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
+UNITS = ALIASES.keys() | {f"{alias}s" for alias in ALIASES if len(alias) > 2}
+MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
+# With one of these a number with words is a text, and not a number with its unit.
+NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
+    around at least most between times plus minus half halves third squared cubed factorial negative positive
+    point never false unknown unless except but maybe mod from by""".split())
+UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
+DECIMAL = re.compile(
+    r"([+-]?)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
+    r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
+FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) ?)?\\frac\{([+-]?\d{1,40})\}\{([+-]?\d{1,40})\}|"
+                      r"([+-]?)(?:(\d{1,40}) )?(\d{1,40})/(\d{1,40})", re.ASCII)
+BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
+DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
+NAME = re.compile(  # what may stand before `=`: x, a_{1}, \vec{v}, \angle ABC, f(x), P(A), (x,y), a word
+    r'(?:\\[a-z]+ ?(?:\{[A-Za-z]+\})?|[A-Za-z]{1,4}|"[^"]*")(?:\s?[A-Z]{1,4})?(?:_\{\w+\})?'
+    r"'?(?:\([\w,]*\))?|"
+    r"\([a-z](?:,[a-z])*\)")
+LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
+MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}(.*?)\\end\{\1matrix\}[)\]]?", re.DOTALL)
+BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
+SEPARATORS = {name: re.compile(f"{BRACKET}|(?P<separator>{pattern})") for name, pattern in {
+    "list": "[,;]", "union": r"\\cup ?", "equal": r"=|\\in ?(?![a-z])", "ratio": ":", "bar": r"[|:]",
+    "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>", "row": r"\\\\", "cell": "&", "minus": r"\\setminus ?",
+}.items()}
+DEEPEST = 8  # brackets in brackets; deeper ones are read as an expression
+
+
+def _split(text, name):
+    """The parts of `text` between separators outside of brackets, and the separators."""
+    parts, found, depth, start = [], [], 0, 0
+    for match in SEPARATORS[name].finditer(text):
+        if match["separator"]:
+            if depth == 0:
+                parts.append(text[start:match.start()].strip())
+                found.append(match[0].strip())
+                start = match.end()
+        else:
+            depth += 1 if match["open"] else -1
+    return [*parts, text[start:].strip()], found
+
+
+def _brackets(text):
+    """(opening bracket, inside, closing one) if one pair is around the whole text, else None."""
+    depth = 0
+    for match in SEPARATORS["cell"].finditer(text):
+        if depth == 0 and (match.start() > 0 or match[0] not in ("(", "[", "{", r"\{")):
+            return None
+        depth += bool(match["open"]) - bool(match["close"])
+        if depth == 0:
+            left = r"\{" if text[0] == "\\" else text[0]
+            return (left, text[len(left):match.start()], match[0]) if match.end() == len(text) else None
+    return None
+
+
+@lru_cache(4096)
+def read(text: str, depth: int = 0) -> Reading:
+    """The type and the parts of a normalised text."""
+    if depth <= DEEPEST and text:
+        for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_brackets, _read_matrix,
+                       _read_scalar, _read_text):
+            if reading := reader(text, depth + 1):
+                return reading
+    return Reading("expression", text)
+
+
+def _read_list(text, depth):
+    parts, _ = _split(text, "list")
+    if len(parts) == 1:
+        if text.count(r"\pm") != 1 or _split(text, "equal")[1]:
+            return None
+        parts = [re.sub(r"\\pm ?", sign, text) for sign in "+-"]
+    elif DECIMAL.fullmatch(text) or not all(parts):
+        return None
+    elements = []
+    for part in parts:
+        element = read(part, depth)
+        # 1\pm2 is two elements of a list, and a set is one.
+        several = element.kind == "list" and r"\pm" in part and not part.startswith(r"\{")
+        elements += element.parts if several else [element]
+    names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
+    if len(names) == 1 and "" not in names:  # x<1 or x>2
+        return Reading("intervals", text, (names.pop(), [piece for e in elements for piece in e.parts[1]]))
+    return Reading("list", text, elements)
+
+
+def _read_named(text, depth):
+    parts, found = _split(text, "equal")
+    if not found:
+        return None
+    if parts[-1] and NAME.fullmatch(parts[0]):
+        return Reading("named", text, (parts[0], read(parts[-1], depth)))
+    return Reading("equation", text)
+
+
+def _read_union(text, depth):
+    """A union of intervals, or the reals, maybe without a point."""
+    if text == r"\mathbb{R}":
+        return Reading("intervals", text, (None, [("()", [read(r"-\infty"), read(r"\infty")])]))
+    parts, _ = _split(text, "minus")
+    if len(parts) == 2 and parts[0] == r"\mathbb{R}" and (inside := _brackets(parts[1])):
+        return _read_inequality(rf"x\ne {inside[1]}", depth)
+    parts, _ = _split(text, "union")
+    pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
+    return Reading("intervals", text, (None, sum(pieces, []))) if pieces and all(pieces) else None
+
+
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+
+
+def _read_inequality(text, depth):
+    r"""x<2, 2>x, 1<x\le 2 and x\ne 1 are intervals of x. Others are relations."""
+    parts, signs = _split(text, "relation")
+    if not signs:
+        return None
+    if NAME.fullmatch(parts[-1]) or signs[0] in (">", r"\ge") and len(parts) == 3:
+        parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
+    name = parts[-2] if len(parts) == 3 else parts[0]
+    upper = len(parts) == 3 and set(signs) <= {"<", r"\le"}
+    if not NAME.fullmatch(name) or not all(parts) or len(parts) > 2 and not upper:
+        return Reading("relation", text)
+    low, end, high = read(r"-\infty"), read(parts[-1], depth), read(r"\infty")
+    if upper:
+        kind = ("[" if signs[0] == r"\le" else "(") + ("]" if signs[1] == r"\le" else ")")
+        pieces = [(kind, [read(parts[0], depth), end])]
+    else:
+        below, above = ("(]" if signs[0] == r"\le" else "()"), ("[)" if signs[0] == r"\ge" else "()")
+        pieces = [(below, [low, end])] if signs[0] in ("<", r"\le", r"\ne") else []
+        pieces += [(above, [end, high])] if signs[0] in (">", r"\ge", r"\ne") else []
+    return Reading("intervals", text, (name, pieces))
+
+
+def _pieces(reading):
+    """The intervals of a reading, or []. A pair in brackets is an interval."""
+    if reading.kind == "intervals":
+        return reading.parts[1]
+    return [reading.parts] if reading.kind == "tuple" and len(reading.parts[1]) == 2 else []
+
+
+def _read_brackets(text, depth):
+    if not (found := _brackets(text)):
+        return None
+    left, inside, right = found
+    parts, _ = _split(inside, "list")
+    if left == r"\{":
+        conditions, _ = _split(inside, "bar")
+        if len(conditions) == 2:  # {x | x > 2}
+            return read(conditions[1], depth)
+        return Reading("list", text, [read(part, depth) for part in parts])
+    if left == "{" or len(parts) == 1 and left + right == "()":
+        return read(inside.rstrip(" .,"), depth)
+    elements = [read(part, depth) for part in parts]
+    return Reading("tuple", text, (left + right, elements)) if all(parts) else None
+
+
+def _read_matrix(text, depth):
+    if not (match := MATRIX.fullmatch(text)):
+        return None
+    rows = [_split(row, "cell")[0] for row in _split(match[2], "row")[0] if row]
+    shape = "|" * (match[1] in ("v", "V")), *map(len, rows)
+    return Reading("matrix", text, (shape, [read(cell, depth) for row in rows for cell in row]))
+
+
+def _read_text(text, depth):
+    """Words, a number with its unit, or another text with words in it."""
+    money = re.match(r"([+-]?)\\\$ ?", text)
+    value = f'{money[1]}{text[money.end():]}"dollars"' if money else text
+    if LETTER_RUN.fullmatch(value):
+        return Reading("letters", value.strip('"'))
+    if '"' not in value:
+        return None
+    number, _, unit = value.partition('"')
+    unit, number = '"' + unit, number.strip()
+    alone = not number or number[-1] in "+-*/=<>^_,({[|" or not UNIT.fullmatch(unit) or unit.count(" ") > 3
+    if alone or NO_UNIT.intersection(re.findall("[a-z]+", unit.lower())):
+        return Reading("text", text, re.sub(r'[\s"]+', " ", text).strip().casefold())
+    inside, names = read(number, depth), _unit(unit)
+    if names and names[0] in MULTIPLIERS and inside.kind == "number":
+        value = inside.parts.value * MULTIPLIERS[names[0]]
+        inside = Reading("number", f"{value}", Number(value, None))
+        names = names[1:]
+    return Reading("quantity", text, (inside, names)) if names else inside
+
+
+def _unit(text):
+    """The words of a unit in one spelling: `"square meters"` and `"m"^{2}` are both (m, 2)."""
+    names, power = [], None
+    for word in re.findall(r"[a-z']+|-?\d|/", text.lower().replace("per ", "/")):
+        word = ALIASES.get(word) or ALIASES.get(word.removesuffix("s")) or word.removesuffix("s")
+        if word in ("sq", "square", "cubic"):
+            power = "3" if word == "cubic" else "2"
+            continue
+        names += {"mph": ["mi", "/", "h"], "kph": ["km", "/", "h"]}.get(word, [word])
+        if power:
+            names, power = [*names, power], None
+    return tuple(names)
+
+
+def _read_scalar(text, depth):
+    if number := _number(text):
+        return Reading("number", text, number)
+    if match := BASE.fullmatch(text):
+        return Reading("base", text, (match[1].lstrip("0"), BASES.get(match[2], match[2])))
+    parts, found = _split(text, "ratio")
+    numbers = [_number(part) for part in parts]
+    return Reading("ratio", text, [n.value for n in numbers]) if found and all(numbers) else None
+
+
+def _number(text):
+    """The Number that `text` is, or None: decimal, fraction, mixed or repeating; maybe a percent."""
+    percent = text.endswith(r"\%")
+    text = text.removesuffix(r"\%").rstrip()
+    if text.startswith("10^"):
+        text = "1*" + text
+    if match := DECIMAL.fullmatch(text):
+        sign, whole, places, repeated, power = match.groups()
+        if not whole and not places and not repeated:
+            return None
+        places = places or ""
+        value = Fraction((whole or "0").replace(",", "") + "." + places + "0")
+        if repeated:
+            value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
+        shift = int(power or 0) - 2 * percent
+        rounded = None if repeated or not places else max(len(places) - shift, 0)
+        return Number(value * Fraction(10) ** shift * (-1 if sign == "-" else 1), rounded)
+    if match := FRACTION.fullmatch(text):
+        sign, whole, top, bottom = match.groups()[:4] if match[3] else match.groups()[4:]
+        if int(bottom) == 0 or whole and not 0 <= int(top) < int(bottom):
+            return None
+        value = int(whole or 0) + Fraction(int(top), int(bottom))
+        return Number(value / (100 if percent else 1) * (-1 if sign == "-" else 1), None)
+    return None
+
+
+# --- equality
+
+# In an answer to a plain number: what is left to solve.
+UNSOLVED = re.compile(
+    r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
+    r"[|!]|[\w)}] ?[+-]")
+# What math-verify reads as something else: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
+MISREAD = re.compile(
+    r"\d \d|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
+    r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
+CHOICE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
+SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # the closing parenthesis only after an opening one
+
+
+def grade(answer: str, gold: str, kind: str = "math") -> bool:
+    r"""Whether `answer` equals `gold`: as "math", as a "choice" (D, d, (D), D., \text{D}) or as "exact" text.
+
+    Runs in this process without a deadline, so untrusted answers need reward.Grader. Raises UserError for an
+    unknown kind, ValueError for a gold answer that cannot be parsed, and what math-verify raises.
+    """
+    equal = quick_grade(answer, gold, kind)
+    return bool(_same(_read(answer), _read(gold), math_equal)) if equal is None else equal
+
+
+def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
+    """What `grade` returns, if it needs no math-verify; else None. Raises UserError for an unknown kind."""
+    require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
+    answer, gold = answer.strip(), gold.strip()
+    if not answer or not gold:
+        return False
+    if kind == "choice":
+        return (letter := _letter(gold)) is not None and _letter(answer) == letter
+    if answer == gold or kind == "exact":
+        return answer == gold
+    return _same(_read(answer), _read(gold), lambda answer, gold: None)
+
+
+def _letter(text):
+    match = LETTER.fullmatch(CHOICE_TEXT.sub(r"\1", text).strip(" $").upper())
+    return match and match[2]
+
+
+def _read(text):
+    return read(normalise(text))
+
+
+def _same(answer, gold, prove):
+    """Whether two readings are equal; None if prove(answer, gold), which compares expressions, says None."""
+    if _squeeze(answer.text) == _squeeze(gold.text):
+        return True
+    kinds = {answer.kind, gold.kind}
+    if "named" in kinds:
+        return _same_named(answer, gold, prove)
+    if "quantity" in kinds:
+        return _same_quantity(answer, gold, prove)
+    if len(kinds) == 1 and answer.kind in COMPARE:
+        return COMPARE[answer.kind](answer.parts, gold.parts, prove)
+    if kinds == {"tuple", "list"}:
+        return _same_system(answer, gold, prove)
+    if "list" in kinds:  # {5} and 5
+        a, b = (r.parts[0] if r.kind == "list" and len(r.parts) == 1 else r for r in (answer, gold))
+        return "list" not in (a.kind, b.kind) and _same(a, b, prove)
+    if "intervals" in kinds:
+        return _same_intervals((None, _pieces(answer)), (None, _pieces(gold)), prove)
+    if kinds == {"ratio", "number"}:
+        a, b = (r.parts.value if r.kind == "number" else _quotient(r.parts) for r in (answer, gold))
+        return a == b
+    return _same_expression(answer, gold, prove)
+
+
+def _quotient(parts):
+    """The number that a ratio of two numbers is, else None."""
+    return parts[0] / parts[1] if len(parts) == 2 and parts[1] else None
+
+
+def _squeeze(text):
+    """`text` without quotes, and without spaces but those between numbers."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text.replace('"', ""))
+
+
+def _same_expression(answer, gold, prove):
+    kinds = {answer.kind, gold.kind}
+    if kinds <= {"equation", "named"} or kinds == {"relation"}:
+        return prove(answer.text, gold.text)
+    if not kinds <= {"expression", "number", "letters", "ratio"} or kinds == {"letters"}:
+        return False
+    plain = gold.kind == "number" and (gold.parts.places or 0) < 6
+    if plain and UNSOLVED.search(answer.text) or MISREAD.search(answer.text) or MISREAD.search(gold.text):
+        return False
+    if answer.text.count("'") != gold.text.count("'"):  # math-verify drops primes
+        return False
+    symbols, needed = (set(SYMBOL.findall(r.text)) for r in (answer, gold))
+    if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:  # x and X
+        return False
+    return prove(answer.text, gold.text)
+
+
+def _same_named(answer, gold, prove):
+    """x=5 equals 5 and x=5, but not y=5. An equation equals equations only."""
+    (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
+    if "equation" in (a.kind, b.kind) or name and needed and name != needed:
+        return _same_expression(answer, gold, prove)
+    return _same(a, b, prove)
+
+
+def _same_system(answer, gold, prove):
+    """(1,2) and x=1, y=2: the names in their order."""
+    point, values = (gold, answer) if answer.kind == "list" else (answer, gold)
+    brackets, elements = point.parts
+    if brackets != "()" or len(elements) != len(values.parts) or any(r.kind != "named" for r in values.parts):
+        return False
+    pairs = [elements, [r.parts[1] for r in sorted(values.parts, key=lambda r: r.parts[0])]]
+    return _same_all(*(pairs if point is answer else reversed(pairs)), prove)
+
+
+def _same_quantity(answer, gold, prove):
+    """A unit must agree with the other one, or there is only one."""
+    if "quantity" not in (answer.kind, gold.kind):
+        return NotImplemented
+    (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
+    if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
+        return False
+    return _same(a, b, prove)
+
+
+def _same_number(answer, gold, prove):
+    a, b = answer.value, gold.value
+    places = [n.places for n in (answer, gold) if n.places is not None]
+    gap = abs(a - b)
+    if gap == 0 or not places or answer.places == gold.places:
+        return gap == 0
+    unit = Fraction(1, 10 ** min(places))
+    rounded = min(places) >= 6 and 2 * gap <= unit and abs(b) >= 1000 * unit
+    return gap < unit and (gap * 10**6 <= abs(b) or rounded)
+
+
+def _same_all(answer, gold, prove):
+    """The parts one by one. None if no part is wrong and one is not known."""
+    verdicts = [True]
+    for a, b in zip(answer, gold, strict=True):
+        verdicts.append(_same(a, b, prove))
+        if verdicts[-1] is False:
+            return False
+    return None if None in verdicts else True
+
+
+def _same_tuple(answer, gold, prove):
+    """Also pieces of intervals and matrices: what is in front of the parts must agree."""
+    (kind, a), (needed, b) = answer, gold
+    return kind == needed and len(a) == len(b) and _same_all(a, b, prove)
+
+
+def _unordered(answer, gold, same):
+    """Whether the parts of `answer` are those of `gold` in some order, by same(part, part)."""
+    left = list(answer)
+    if len(left) != len(gold):
+        return False
+    for part in gold:
+        unknown = False
+        for i, candidate in enumerate(left):
+            verdict = same(candidate, part)
+            if verdict:
+                del left[i]
+                break
+            unknown = unknown or verdict is None
+        else:
+            return None if unknown else False
+    return True
+
+
+def _same_list(answer, gold, prove):
+    """Unordered. But in x=1, y=2 each name has its place, and without the names the order counts."""
+    names = [{r.parts[0] for r in parts if r.kind == "named"} for parts in (answer, gold)]
+    if len(names[0] | names[1]) > 1 and names[0] != names[1]:
+        return len(answer) == len(gold) and _same_all(answer, gold, prove)
+    return _unordered(answer, gold, lambda a, b: _same(a, b, prove))
+
+
+def _same_intervals(answer, gold, prove):
+    (name, a), (needed, b) = answer, gold
+    if name and needed and name != needed:
+        return False
+    return _unordered(a, b, lambda a, b: _same_tuple(a, b, prove)) if a and b else False
+
+
+COMPARE = {"number": _same_number, "list": _same_list, "tuple": _same_tuple, "matrix": _same_tuple,
+           "intervals": _same_intervals, **dict.fromkeys(("base", "ratio", "text"), lambda a, b, _: a == b)}
+
+
+# --- math-verify
+
+
+@lru_cache(4096)
+def _parse(text):
+    r"""What math-verify reads in one whole expression; [] if nothing.
+
+    The text goes into \boxed{}. In prose math-verify looks for delimiters, so an answer could choose which
+    part of it is read (`7 $5$` is read as 5). For the same reason an answer with delimiters inside is [].
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import Basic, I
+
+    if INNER_DELIMITER.search(text) or '"' in text:
+        return []
+    text = re.sub(r"(?<![A-Za-z\\])i(?=\d)", "i*", text)
+    # Without `units`: it drops the variable of `2t`.
+    normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
+    config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
+    found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the pool has the timeout
+    if found and isinstance(found[0], Basic):  # for math-verify i is a variable
+        found[0] = found[0].xreplace({s: I for s in found[0].free_symbols if s.name == "i"})
+    return found
+
+
+def math_equal(answer: str, gold: str) -> bool:
+    """Whether math-verify finds two normalised expressions equal. An unreadable `gold` is a ValueError."""
+    from math_verify import verify
+
+    right, left = _parse(gold), _parse(answer)
+    if not right:
+        raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
+    if not left:
+        return False
+    try:
+        if (close := _close(left[0], right[0])) is not None:
+            return close
+        return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+    except (RecursionError, MemoryError, OverflowError):  # the answer is too large, math-verify did not fail
+        return False
+
+
+def _close(a, b):
+    """Whether two numbers agree to one part in a million, if one of them has a decimal; else None."""
+    from sympy import Expr, Float
+
+    if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):
+        return None
+    return bool(abs((a - b).evalf()) <= 1e-6 * abs(b.evalf()))

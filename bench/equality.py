@@ -1,0 +1,141 @@
+r"""Measures equality: right answers refused and wrong answers accepted, in percent and by category.
+
+    python bench/equality.py [--before c69980a] [--failures] [--unseen] [--draws 4]
+
+The pairs are those of bench/equality_pairs.py. Three graders judge each: answers.py ("after"), reward.py as
+of the commit --before, and math-verify alone, with its own extraction from a box. A third of the pairs is not
+looked at during work on the equality. Only --unseen counts it, in a row of its own. --failures prints every
+wrong verdict of answers.py on the other two thirds.
+
+Writes bench/results/equality.md and .json with --unseen, and prints one JSON line per grader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
+
+from bench.equality_pairs import Pair, pairs  # noqa: E402
+
+SECONDS = 5  # CPU seconds for one pair; after them its verdict is False
+
+
+class Late(BaseException):
+    """Not an Exception: sympy catches those."""
+
+
+def earlier(commit: str) -> Callable[[str, str], bool]:
+    """The function `grade` of reward.py as of a commit."""
+    source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=HERE.parent, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "reward_before.py")
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location("reward_before", path)
+        module = sys.modules["reward_before"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.grade
+
+
+def math_verify(answer: str, gold: str) -> bool:
+    """math-verify as its README uses it."""
+    from math_verify import parse, verify
+
+    boxes = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
+    return verify(*boxes, timeout_seconds=None)
+
+
+def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
+    """What the grader says; False if it raises or takes too long."""
+    def late(*_):
+        raise Late
+
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        with suppress(Exception, Late):
+            return bool(grade(pair.answer, pair.gold))
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
+    """Shares in percent: of the right answers those refused, of the wrong ones those accepted."""
+    wrong = Counter((p.same, p.same != v) for p, v in zip(cases, verdicts, strict=True))
+    percent = {}
+    for name, same in (("refused", True), ("accepted", False)):
+        total = wrong[same, True] + wrong[same, False]
+        percent[name] = round(100 * wrong[same, True] / total, 1) if total else 0.0
+    return percent
+
+
+def shares(cases: list[Pair], verdicts: list[bool], unseen: bool) -> dict[str, float]:
+    """`count` of the unseen third, or of the rest."""
+    chosen = [i for i, p in enumerate(cases) if p.unseen == unseen]
+    return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
+
+
+def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
+    """Markdown: per category and grader `refused / accepted`, and the sums of the seen and unseen thirds."""
+    groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
+    groups["**all**"] = [True] * len(cases)
+    for name, unseen in (("**two thirds for work**", False), ("**unseen third**", True)):
+        groups[name] = [p.unseen == unseen for p in cases]
+    lines = [f"| category | right | wrong | {' | '.join(verdicts)} |", f"|{'---|' * (3 + len(verdicts))}"]
+    for name, chosen in groups.items():
+        some = [p for p, c in zip(cases, chosen, strict=True) if c]
+        cells = []
+        for of in verdicts.values():
+            percent = count(some, [v for v, c in zip(of, chosen, strict=True) if c])
+            cells.append(f"{percent['refused']} / {percent['accepted']}")
+        right = sum(p.same for p in some)
+        lines.append(f"| {name} | {right} | {len(some) - right} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", default="c69980a", help="a commit whose reward.py has the equality")
+    parser.add_argument("--draws", type=int, default=4, help="gold answers of each category")
+    parser.add_argument("--failures", action="store_true")
+    parser.add_argument("--unseen", action="store_true")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    from answers import grade
+
+    cases = [p for p in pairs(args.draws) if args.unseen or not p.unseen]
+    graders = {"after": grade}
+    if args.unseen or not args.failures:
+        graders = {"before": earlier(args.before), **graders, "math-verify": math_verify}
+    verdicts = {name: [verdict(grader, p) for p in cases] for name, grader in graders.items()}
+    for name, of in verdicts.items():
+        print(json.dumps({"bench": "equality", "grader": name, "pairs": len(cases), **count(cases, of)}))
+    if args.failures:
+        for p, v in zip(cases, verdicts["after"], strict=True):
+            if p.same != v and not p.unseen:
+                print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
+    if args.unseen:
+        report = table(cases, verdicts)
+        head = "Right answers refused / wrong answers accepted, in percent: `bench/equality.py --unseen`.\n\n"
+        (HERE / "results" / "equality.md").write_text(head + report)
+        figures = {name: {part: shares(cases, of, part == "unseen") for part in ("seen", "unseen")}
+                   for name, of in verdicts.items()}
+        (HERE / "results" / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
+        print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+r"""Answers: which text of a response is the answer, and which answers equal the gold one.
+
+`RIGHT` and `WRONG` are the known mistakes of graders by kind. bench/equality.py counts mistakes on thousands
+of pairs. tests/test_reward.py has more pairs, and the processes around them.
+"""
+
+import time
+
+import pytest
+
+import answers
+from answers import EXTRACTORS, extract, grade, quick_grade, readers
+from configs import UserError
+
+# --- Extraction.
+
+ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
+BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
+# A response, and what each extractor reads in it. "whole" always reads all that follows the thought.
+FORMATS = [
+    (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
+    (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",
+     dict(orz="4", boxed="4", answer_tag="42", last_number="42")),
+    ("</think><answer> 42 </answer>", dict(answer_tag="42", last_number="42")),
+    ("</think><answer>The answer is: 42</answer>", dict(answer_tag="42", dapo="42", last_number="42")),
+    ("<answer>$\\frac{1}{2}$</answer>", dict(answer_tag=r"$\frac{1}{2}$", last_number="2")),
+    ("<answer></answer>", {}),
+    (r"so $\boxed{42}$.", dict(boxed="42", last_number="42")),
+    (r"The final answer is $\boxed{42}$.", dict(boxed="42", dapo="42", last_number="42")),
+    (r"\[ \boxed{\frac{1}{2}} \]", dict(boxed=r"\frac{1}{2}", last_number="2")),
+    (r"\boxed{41}, \boxed{42}", dict(boxed="41, 42", last_number="42")),
+    (r"$\boxed{41}$ and $\boxed{42}$", dict(boxed="41, 42", last_number="42")),
+    (r"\boxed{41}\boxed{42}", dict(boxed="41, 42", last_number="42")),
+    (r"first \boxed{41}. After a check it is \boxed{42}", dict(boxed="42", last_number="42")),
+    (r"\boxed 5", dict(boxed="5", last_number="5")),
+    (r"\boxed5", dict(boxed="5")),
+    (r"\fbox{42}", dict(boxed="42", last_number="42")),
+    (r"\boxed{7 \boxed{5}}", dict(boxed="5", last_number="5")),
+    (r"\boxed{1", dict(last_number="1")),
+    (r"it may be \boxed{5}</think> or not", {}),
+    (r"<think> \boxed{5}", {}),
+    ("</think> 6 * 7 = 42", dict(last_number="42")),
+    ("#### 42", dict(gsm8k="42", last_number="42")),
+    ("12 + 30 = 42\n#### 1,042", dict(gsm8k="1,042", last_number="1,042")),
+    ("#### 1\n#### $2", dict(gsm8k="$2", last_number="2")),
+    ("work\n\nAnswer: 42", dict(dapo="42", last_number="42")),
+    ("Answer: 42\n\n", dict(dapo="42", last_number="42")),
+    ("**Answer:** $x+1$", dict(dapo="$x+1$", last_number="1")),
+    (r"Answer: \boxed{42}", dict(boxed="42", dapo="42", last_number="42")),
+    ("**Final Answer**: 42", dict(dapo="42", last_number="42")),
+    ("The answer is: 42", dict(dapo="42", last_number="42")),
+    ("The final answer is 42. I hope it is correct.", dict(dapo="42", last_number="42")),
+    ("Answer: 1\na\nb\nc", dict(last_number="1")),
+    ("The answer is (C).", dict(dapo="(C).", letter="C")),
+    ("Answer: C", dict(dapo="C", letter="C")),
+    ("**Answer: C**", dict(dapo="C", letter="C")),
+    ("The correct option is **B**.", dict(letter="B")),
+    ("The correct answer is B) 12 m", dict(dapo="B) 12 m", letter="B", last_number="12")),
+    ("Option A is wrong.\nD", dict(letter="D")),
+    (r"\boxed{C}", dict(boxed="C", letter="C")),
+    (r"\boxed{\text{(B)}}", dict(boxed=r"\text{(B)}", letter="B")),
+    ("A cat has the answer", {}),
+    ("-3.5 or 1,234.5", dict(last_number="1,234.5")),
+    ("x = -3/4", dict(last_number="-3/4")),
+]
+
+
+@pytest.mark.parametrize(("text", "found"), FORMATS)
+def test_what_each_extractor_reads(text, found):
+    whole = "" if "<think>" in text else text.rpartition("</think>")[2].strip()
+    wanted = {name: found.get(name) for name in ALL} | {"whole": whole or None}
+    assert {name: extract(text, name) for name in ALL} == wanted
+    assert readers(text) == [name for name in EXTRACTORS if name in found or name == "whole" and whole]
+
+
+def test_extractors_have_names_and_others_are_refused():
+    assert list(EXTRACTORS) == ALL
+    assert extract("", "whole") is None and extract(BLOCK) == "42"
+    with pytest.raises(UserError, match="extractor 'box' is unknown; needed: one of orz, boxed"):
+        extract("", "box")
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("unit", [
+    "{", "}", r"\boxed{", r"\boxed ", r"\boxed1", r"\boxed{}", r"\boxed{1},", "<answer>", "</answer>",
+    "answer is ", "answer:", "####", "#### 1", "Answer: A", "answer **", "\n", " \n", "A\n", " ",
+    "1,", "1,234", "-",
+    "*", "(", "1.", "$"])
+def test_every_extractor_takes_linear_time(name, unit):
+    """100 kB take 20 times what 5 kB take if linear, else 400 times."""
+    def seconds(size):
+        text = unit * (size // len(unit))
+        start = time.process_time()
+        extract(text, name)
+        return time.process_time() - start
+
+    assert seconds(100_000) < 100 * seconds(5_000) + 0.1
+
+
+# --- Equality: the kinds of mistakes that graders make.
+
+RIGHT = [line.split(" ~ ") for line in r"""
+\frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23
+12 ~ 12.
+(-1,6) ~ (-1,6).
+120^\circ ~ 120^\circ. ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
+10\text{ meters} ~ 10\,\text{m} ~ 10 meters ~ 10 ~ x=10\text{ meters}
+10080 ~ 10\,080 ~ 10{,}080 ~ 10,\!080 ~ 10,080
+(2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty)
+x\le3 ~ (-\infty,3] ~ x \leq 3 ~ x ≤ 3 ~ 3\ge x
+[1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1
+(-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1)
+x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
+1030 ~ 1\,030
+52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9
+7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
+3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117}
+-\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2}
+30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4
+(1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1
+\frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.333333333
+26000 ~ 2.6e4
+6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
+2i ~ (1+i)^2
+81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
+28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2
+\frac{1000001}{7} ~ 142857.285714 ~ 142857.3
+5\text{ cm}^2 ~ 5 square centimeters ~ 5 ~ 5\text{ sq cm}
+60\text{ km/h} ~ 60\text{ km per hour} ~ 60
+\$18.90 ~ 18.90 ~ 18.9 dollars ~ $18.90
+5000000 ~ 5 million
+11\sqrt2 ~ \sqrt{242}
+ABC ~ \text{ABC}
+\text{(C)} ~ C ~ (C) ~ C.
+\text{Evelyn} ~ evelyn ~ Evelyn.
+5\% ~ 0.05 ~ 5 percent ~ \frac{1}{20}
+3:4 ~ 3 : 4 ~ \frac34 ~ 3 to 4
+2:30\text{ p.m.} ~ 2:30 PM ~ 2:30
+1\pm\sqrt2 ~ 1+\sqrt2, 1-\sqrt2
+\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix}
+y=2x+1 ~ 2x+1 ~ 2x-y+1=0
+\emptyset ~ \varnothing ~ \{\}
+""".strip().splitlines()]
+
+WRONG = [line.split(" ~ ") for line in r"""
+\frac{14}{3} ~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3}
+4\frac{2}{3} ~ \frac{8}{3} ~ 42/3
+47 ~ 46 1 ~ 46+1
+31 ~ 1\,030
+12 ~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ \sqrt{144} ~ \binom{12}{1}
+52_9 ~ 52_8 ~ 52 ~ 47 ~ 529
+7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
+1600 ~ \neq 1600
+331 ~ < 331
+(2,\infty) ~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ (-\infty,2) ~ 2
+[1,4) ~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
+(-\infty,1)\cup(2,\infty) ~ (-\infty,1] \cup (2,\infty) ~ 1<x<2 ~ x>2
+\frac{1}{3} ~ 0.3 ~ 0.333 ~ 0.3333 ~ 0.0\overline{3}
+\pi ~ 3.14 ~ 3.1416 ~ \frac{22}{7}
+10^{-7} ~ 0 ~ 2\cdot10^{-7} ~ 0.0000002
+0.00001234 ~ 0.000012
+10\text{ cm} ~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
+\$5 ~ 5 cents ~ €5 ~ 5 million
+90^\circ ~ 90\text{ radians}
+28 ~ 28 dozen pizzas ~ 28 or more pizzas ~ 12abc
+ABC ~ CBA ~ AB ~ A, B, C
+x ~ X ~ x' ~ 2x
+C ~ c ~ B ~ CC
+\text{Evelyn} ~ Evelin ~ not Evelyn ~ Evelyn and Bob
+\text{even} ~ uneven ~ odd
+5\% ~ 5 ~ 0.5
+5 ~ 5\%
+101_2 ~ 101 ~ 5
+101 ~ 101_2
+(1,2) ~ \{1,2\} ~ (2,1) ~ 1,2 ~ [1,2] ~ (12) ~ x=2, y=1
+\{1,2\} ~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
+1, 2, 3 ~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
+a=1, b=2 ~ a=2, b=1 ~ 2, 1
+x=5 ~ y=5 ~ x\ne5 ~ x>5
+y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
+6-5i ~ 6+5i ~ 6-5 ~ (6,-5)
+3:4 ~ 4:3 ~ 3,4
+2:30\text{ p.m.} ~ 2:30 AM
+2t ~ 2 ~ 2T
+\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{pmatrix}1&2\end{pmatrix} ~ \begin{pmatrix}2\\1\end{pmatrix}
+1\pm\sqrt2 ~ 1+\sqrt2
+f(x)=x ~ f(x)=-x
+""".strip().splitlines()]
+
+
+@pytest.mark.parametrize(("gold", "answer"), [(row[0], answer) for row in RIGHT for answer in row])
+def test_rewritten_right_answers_are_right(gold, answer):
+    assert grade(answer, gold)
+
+
+@pytest.mark.parametrize(("gold", "answer"), [(row[0], answer) for row in WRONG for answer in row[1:]])
+def test_near_misses_are_wrong(gold, answer):
+    assert not grade(answer, gold)
+
+
+@pytest.mark.parametrize("line", RIGHT, ids=lambda line: line[0])
+def test_rewrites_equal_one_another(line):
+    """Equality does not depend on which of two ways of writing is the gold answer. Units and names aside: two
+    answers without them may each equal a third with other ones."""
+    if not any(mark in " ".join(line) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
+        assert all(grade(a, b) for a in line for b in line)
+
+
+@pytest.mark.parametrize("unit", [
+    "(", ")", "[", "{", r"\{", "(1,", "1,", "1 ", "1,234", "x<", "x=", r"\pm", r"\cup", r"\text{a}",
+    r"\text{", '"', "a ", "5 cm ",
+    r"\frac{", r"\frac1", r"\over", "{\\over", "_", "^", "9" * 50, r"\begin{pmatrix}", "&", r"\\", "½",
+    "√(", "^(", ":1", "|",
+    r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$"])
+def test_the_trainer_spends_little_on_any_answer(unit):
+    """quick_grade runs in the trainer's process. An answer has at most 2000 characters."""
+    text = (unit * 2000)[:2000]
+    for gold in ("7", "7+x", "(1,2)", r"\{1,2,3\}", r"5\text{ cm}", "x>2"):
+        start = time.process_time()
+        assert not quick_grade(text, gold)
+        assert time.process_time() - start < 1
+
+
+def test_math_verify_is_asked_about_expressions_only():
+    """Numbers, units, sets, points and words are compared without it."""
+    pairs = [(answer, row[0]) for row in RIGHT + WRONG for answer in row[1:]]
+    sure = [pair for pair in pairs if not set("".join(pair)) & set("\\=√")]
+    asked = [pair for pair in sure if quick_grade(*pair) is None]
+    assert len(sure) > 60 and len(asked) < 0.2 * len(sure), asked
+    assert quick_grade("x+1", "1+x") is None and answers.math_equal("x+1", "1+x")
