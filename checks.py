@@ -2,15 +2,19 @@
 rank.
 
 In the order of a start: the same program on all ranks; a folder that all ranks share, with space on its disk
-(`preflight`); does the run fit on the devices (`check_fit`); does the engine sample from the policy that is
-trained (`check_engine`); can the first responses teach anything (`first_look`)."""
+(`preflight`); does the run fit on the devices (`check_fit`); can the gold answers be graded (`check_gold`);
+does the engine sample from the policy that is trained (`check_engine`); can the first responses teach
+anything (`first_look`)."""
 
 import hashlib
 import itertools
+import json
 import os
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +27,11 @@ import ckpt
 import dist
 import plan
 from configs import NODE, Config, UserError, require
-from data import Problem, Sample, pack
+from data import Problem, Problems, Sample, fingerprint, pack
 from engine import Engine
-from model import load_config, logprobs
-from rollout import CHECK
+from model import load_config, load_tokenizer, logprobs
+from reward import MAX_ANSWER, Grader, grade, readers
+from rollout import CHECK, graders_of, terms_of
 
 # --- the machines
 
@@ -124,6 +129,19 @@ def model_shapes(cfg: Config) -> list[plan.Shape]:
     return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
 
 
+def check_critic(cfg: Config, tokenizer: Any) -> None:
+    """Raises UserError where the critic's model reads other tokens than the policy writes."""
+    path = cfg.critic_model
+    if cfg.algo != "ppo" or path in ("", cfg.model):
+        return
+    known, size = load_config(cfg.model).vocab_size, load_config(path).vocab_size
+    has_own = any(Path(path).glob("tokenizer*"))
+    ours, theirs = ({token: i for token, i in t.get_vocab().items() if i < known}
+                    for t in (tokenizer, load_tokenizer(path) if has_own else tokenizer))
+    require(ours == theirs and max(ours.values()) < size, f"{path} has other tokens than {cfg.model}",
+            "--critic_model with the policy's tokenizer")
+
+
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
     """Print the plan for the smallest device and host, and return it as a table for the report. `problems`:
     prompts an epoch. Raises UserError, with a remedy, where the run doesn't fit."""
@@ -139,6 +157,71 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
     require(not shortage, shortage, shortage and plan.remedy(case))
     say(f"\n{plan.verdict(case)}\n")
     return plan.as_table(rows)
+
+
+# --- the gold answers
+
+GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
+GOLD_LIMIT = 0.01  # share of them that may fail
+
+
+def check_gold(problems: Problems, grader: Grader, cfg: Config, world: dist.World,
+               say: Callable[[str], None]) -> None:
+    """Raises UserError, unless cfg.go, where over 1 % of the gold answers can't be graded: math-verify does
+    not read them, or no answer can equal them. Their number and the first five are printed.
+
+    The ranks share the work. The result is kept in the run's gold.json, for a resumed run with the same
+    problems. A custom reward is not checked: its gold answers may be anything."""
+    compared = {d for d in problems.datasets() if graders_of(d, terms_of(cfg))[0].kind}
+    if not compared:
+        return
+    file, key = Path(cfg.out) / "gold.json", fingerprint(problems)
+    known = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text())
+    known = dist.gather(known)[0]
+    fresh = known.get("problems") != key
+    if fresh:
+        known = {"problems": key, **try_golds(problems, compared, grader, cfg, world)}
+        say(f"{known['checked']} gold answers checked in {known['seconds']} s")
+    bad, checked = known["hopeless"], known["checked"]
+    if bad:
+        some = ", ".join(f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5])
+        found = f"{len(bad)} of {checked} gold answers can't be graded: {some}" + ", …" * (len(bad) > 5)
+        say(found)
+        require(cfg.go or len(bad) <= GOLD_LIMIT * checked, found,
+                'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go')
+    if fresh and world.main:  # a refused run leaves nothing in its folder
+        file.write_text(json.dumps(known) + "\n")
+
+
+def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
+              world: dist.World) -> dict[str, Any]:
+    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
+    `compared`: the data sets whose answers are compared."""
+    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
+    if len(indices) > GOLD_SAMPLE:
+        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
+    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
+    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
+            "seconds": round(time.perf_counter() - start, 1)}
+
+
+def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
+    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
+    is compared with them. An equal text would not do: it is right before anything is parsed."""
+    bad = []
+    for i in indices:
+        gold, kind = problems[i].answer.strip(), problems[i].kind
+        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
+            bad.append(i)
+        elif kind == "math":
+            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
+            other = "-1.5" if "." in gold else "-1"
+            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+    grades = grader.results()
+    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
+    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
 # --- the engine
@@ -241,13 +324,16 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
                say: Callable[[str], None]) -> None:
     """Print three of the first step's prompts with a response, and how all responses were graded. Raises
     UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
-    because a base model may be right one time in twenty."""
+    because a base model may be right one time in twenty. Where the extractor found no answer, those that
+    would have found one are named."""
     shown = [s for s in samples if s.sample_id == 0 and s.prompt_id < 3]
-    parts = dist.gather((Counter(s.reason for s in samples), sum(s.reward != 0 for s in samples), shown))
+    others = Counter(name for s in samples if s.reason == "unparsed" for name in readers(s.text))
+    parts = dist.gather((Counter(s.reason for s in samples), others, sum(s.reward != 0 for s in samples),
+                         shown))
     if dist.stop_requested():
         return
-    counters, scored, shown = zip(*parts, strict=True)
-    reasons, shown = sum(counters, Counter()), sum(shown, [])
+    counters, others, scored, shown = zip(*parts, strict=True)
+    reasons, others, shown = sum(counters, Counter()), sum(others, Counter()), sum(shown, [])
     for s in sorted(shown, key=lambda s: s.prompt_id):
         text = " ".join(tokenizer.decode(list(s.prompt)).split())
         say(f"\nprompt    {text if len(text) < 400 else f'{text[:200]} … {text[-190:]}'}")
@@ -257,12 +343,17 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     total, cut = sum(reasons.values()), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     say(f"\nof the first {total} responses: {graded}\n")
+    found = ", ".join(f"{name} in {n}" for name, n in others.most_common() if name != "whole")
+    if found:
+        say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} of them; others "
+            f"would: {found}\n")
     require(cfg.go or cut <= total / 2,
             f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
             "score 0",
             "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
     mostly = reasons.most_common(1)[0][0]
-    remedy = {"unparsed": "a --template that asks for \\boxed{} inside <answer> tags, or another --reward",
+    remedy = {"unparsed": f"an --extractor that finds answers ({found or 'none does'}), or a --template that "
+                          "asks for the format of this one",
               "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
     require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly)",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
 import plan
@@ -351,13 +352,18 @@ def _make_state(who, model, optimizer, owners):
 # --- Hugging Face
 
 
+def source_of(who: str, config: Mapping[str, Any]) -> str:
+    """The folder from which policy, critic or ref started. `config`: the run's, as a dict."""
+    return (config["critic_model"] if who == "critic" else "") or config["model"]
+
+
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str,
               out: Path) -> None:
     """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer, generation config.
 
     `weights`: name and whole tensor of every parameter. All ranks must iterate them, because
-    dist.full_weights gathers; rank 0 writes, from its host memory. `source`: the model folder that the
-    configs come from.
+    dist.full_weights gathers; rank 0 writes, from its host memory. `source`: the model folder that this
+    model came from; its configs are copied.
     """
     main = not td.is_initialized() or td.get_rank() == 0
     state = {}
@@ -373,7 +379,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     config = load_config(source)  # a fresh copy: the model's own names our attention
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
-        config.architectures = [type(model.model).__name__.replace("Model", "ForSequenceClassification")]
+        config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
     config.save_pretrained(temp)
     tokenizer.save_pretrained(temp)
@@ -381,6 +387,13 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
         shutil.copy(file, temp)
     shutil.rmtree(out, ignore_errors=True)
     temp.rename(out)
+
+
+def critic_class(config: PreTrainedConfig) -> type:
+    """The transformers class for an exported critic: the family's sequence classifier or, where it has none,
+    its backbone. model.load_critic reads both."""
+    kind = type(config)
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy") -> None:
@@ -392,12 +405,12 @@ def export(run: Path, step: str, out: Path, who: str = "policy") -> None:
             f"one of {names or 'none: this run has no checkpoint'}")
     saved = json.loads((path / "state.json").read_text())
     require(who in saved["models"], f"{path} holds no {who}", f"one of {', '.join(saved['models'])}")
-    source = saved["config"]["model"]
+    source = source_of(who, saved["config"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
     dcp.load({who: weights}, storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=True)
-    export_hf(weights.items(), model, load_tokenizer(source), source, out)
+    export_hf(weights.items(), model, load_tokenizer(saved["config"]["model"]), source, out)
     print(f"{out}: the {who} after {saved['step']} steps")
 
 

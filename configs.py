@@ -16,15 +16,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
+import itertools
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 
 class UserError(ValueError):
@@ -47,7 +50,35 @@ def user_errors(prog: str) -> Iterator[None]:
         sys.exit(f"{prog}: {e}" if os.environ.get("RANK", "0") == "0" else 2)
 
 
-Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out"]
+class Range(NamedTuple):
+    """The values that a setting may have: from `low` to `high`, without `low` where `above`, without `high`
+    where `below`."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def has(self, x: float) -> bool:
+        """Whether x is in the range, and finite."""
+        bounds = (self.low,) * self.above + (self.high,) * self.below
+        return math.isfinite(x) and self.low <= x <= self.high and x not in bounds
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
+        high = "below" if self.below else "up to"
+        return low if self.high == math.inf else f"{low}, {high} {self.high:g}"
+
+
+Count = Annotated[int, Range(1)]
+Amount = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Part = Annotated[float, Range(0, 1, above=True)]
+Beta = Annotated[float, Range(0, 1, below=True)]
+Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
+                    "leave_one_out", "return_whiten"]
 
 
 @dataclass(frozen=True)
@@ -56,98 +87,107 @@ class Config:
 
     # --- what is trained, on what
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
-    model: str = ""  # Hugging Face folder of the base model (config, tokenizer, safetensors)
-    critic_model: str = ""  # Hugging Face folder the critic starts from; empty: the policy's
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files
-    data_weights: tuple[float, ...] = ()  # how often each file's problems come in an epoch; empty: once
+    model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
+    critic_model: str = ""  # what the critic starts from, a folder or an id; empty: the policy's
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
+    data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     eval_data: tuple[str, ...] = ()  # held-out problems, one evaluation set a file
     template: str = "orz"  # prompt: orz, plain, chat (the tokenizer's own), or a text file with {problem}
-    reward: str = "math"  # how answers are compared: math, choice, exact; or path/to/file.py:function
-    seed: int = 0  # the only source of randomness
+    system_prompt: str = ""  # system turn of the chat template, for rows without one
+    extractor: tuple[str, ...] = ("orz",)  # what finds the answer in a response; DATASET=NAME for its rows
+    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
+    seed: Amount = 0  # the only source of randomness
     out: str = ""  # the run's folder; empty: runs/PRESET
 
     # --- length of the run: give one of the three; a step is one rollout and its updates
-    steps: int = 0  # steps in all; 0: not given
-    epochs: int = 0  # passes over the prompts; 0: not given
-    total_episodes: int = 0  # prompt-response pairs in all; 0: not given
-    eval_every: int = 10  # steps between evaluations (also at step 0 and at the end); 0: never
-    save_every: int = 50  # steps between checkpoints (also at the end); 0: only at the end
+    steps: Amount = 0  # steps in all; 0: not given
+    epochs: Amount = 0  # passes over the prompts; 0: not given
+    total_episodes: Amount = 0  # prompt-response pairs in all; 0: not given
+    eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
+    save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
     resume: str = "auto"  # auto: continue the run in --out; never: require an empty --out; or a checkpoint
 
     # --- the batch
-    prompts_per_step: int = 128  # prompts sampled each step
-    samples_per_prompt: int = 64  # responses to each prompt
-    max_prompt_len: int = 2048  # tokens; longer prompts are dropped when the data is loaded
-    max_response_len: int = 8000  # tokens
-    max_model_len: int = 0  # tokens of prompt and response together; 0: the sum of the two
-    resample_rounds: int = 0  # rounds that replace prompts whose samples all score the same (grpo: DAPO)
-    pack_len: int = 16384  # tokens of one forward pass on one rank
-    policy_updates: int = 1  # optimizer steps on the policy per step, each on its own minibatch
-    critic_updates: int = 12  # optimizer steps on the critic per step, each on its own minibatch
+    prompts_per_step: Count = 128  # prompts sampled each step
+    samples_per_prompt: Count = 64  # responses to each prompt
+    max_prompt_len: Count = 2048  # tokens; longer prompts are dropped when the data is loaded
+    max_response_len: Count = 8000  # tokens
+    max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
+    resample_rounds: Amount = 0  # rounds that replace prompts whose samples all score the same (grpo: DAPO)
+    pack_len: Count = 16384  # tokens of one forward pass on one rank
+    policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch
+    critic_updates: Count = 12  # optimizer steps on the critic per pass, each on its own minibatch
+    passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs, TRL's num_iterations)
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
-    temperature: float = 1.0  # divides the logits, in the trainer as in the engine
+    temperature: Positive = 1.0  # divides the logits, in the trainer as in the engine
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
-    engine_share: float = 0.7  # share of the device's memory that the awake engine may take
-    max_num_seqs: int = 512  # responses that one engine decodes at once
-    tp: int = 1  # ranks that share one engine (tensor parallel; vllm only)
-    eval_samples: tuple[int, ...] = (1,)  # responses to each held-out problem; one number, or one a set
-    eval_temperature: tuple[float, ...] = (1.0,)  # 0: greedy; one for all sets, or one a set
-    eval_response_len: int = 0  # tokens of a response in evaluation; 0: --max_response_len
-    grade_workers: int = 1  # grading processes beside each rank
-    grade_deadline: float = 5.0  # CPU seconds that grading one answer may take
+    engine_share: Part = 0.7  # share of the device's memory that the awake engine may take
+    max_num_seqs: Count = 512  # responses that one engine decodes at once
+    tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
+    eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one a set
+    eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one for all sets, or one a set
+    eval_response_len: Amount = 0  # tokens of a response in evaluation; 0: --max_response_len
+    grade_workers: Count = 1  # grading processes beside each rank
+    grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
     selfcheck: bool = True  # compare vllm with the trainer's policy before the first step
 
     # --- optimizers: AdamW with fp32 weights and state
-    policy_lr: float = 1e-6  # learning rate after warm-up
-    critic_lr: float = 5e-6  # learning rate after warm-up
-    warmup_updates: int = 50  # updates of linear warm-up; the first update's rate is above 0
-    lr_decay: Literal["constant", "linear"] = "constant"  # linear: to --lr_end at the last step
-    lr_end: float = 0.0  # both learning rates at the last step, with --lr_decay linear
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's decay rates of its first and second moments
-    weight_decay: float = 0.0  # AdamW's, times the learning rate per update
-    grad_clip: float = 1.0  # largest global gradient norm
+    policy_lr: Positive = 1e-6  # learning rate after warm-up
+    critic_lr: Positive = 5e-6  # learning rate after warm-up
+    warmup_updates: NotNegative = 50  # updates of linear warm-up; below 1: their share of the run
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # to --lr_end at the last step
+    lr_end: NotNegative = 0.0  # both learning rates at the last step, with --lr_decay linear or cosine
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of its first and second moments
+    weight_decay: NotNegative = 0.0  # AdamW's, times the learning rate per update
+    grad_clip: Positive = 1.0  # largest global gradient norm
 
     # --- the loss
-    gamma: float = 1.0  # discount (ppo)
-    lam: float = 1.0  # GAE's lambda (ppo)
-    clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
-    clip_high: float = 0.2  # and above at 1 + clip_high
-    value_clip: float | None = 0.2  # the critic's clip range; None: plain squared error, as in the paper
-    freeze_policy_steps: int = 0  # first steps that train the critic alone
-    kl_coef: float = 0.0  # weight of the KL term; 0: no reference model is loaded
+    gamma: Share = 1.0  # discount (ppo)
+    lam: Share = 1.0  # GAE's lambda (ppo)
+    clip_low: Share = 0.2  # the ratio is clipped below at 1 - clip_low
+    clip_high: NotNegative = 0.2  # and above at 1 + clip_high
+    value_clip: Positive | None = 0.2  # the critic's clip range; None: plain squared error, as in the paper
+    freeze_policy_steps: Amount = 0  # first steps that train the critic alone
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of KL(policy || ref), per token
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term goes (reward: ppo only)
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term goes (reward: ppo, or return_whiten)
     ref_refresh: bool = False  # the reference becomes the policy at each epoch's end
-    entropy_coef: float = 0.0  # weight of an entropy bonus in the policy's loss
-    tis_clip: float | None = 2.0  # cap of the weight that corrects engine-trainer mismatch; None: off
+    entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
+    tis_clip: Positive | None = 2.0  # cap of the weight that corrects engine-trainer mismatch; None: off
     advantage: Advantage = "group_mean_std"  # how a group's rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
-    aggregation: Literal["token", "response", "max_len"] = "token"  # what the loss is a mean over (grpo)
-    overlong_buffer: int = 0  # the reward falls linearly by up to 1 over the last so many tokens (DAPO)
+    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # what the loss is a mean over
+    overlong_buffer: Amount = 0  # the reward falls linearly by up to 1 over the last so many tokens (DAPO)
+    nonstop_penalty: NotNegative = 0.0  # what a response that is cut by length loses (Open-Instruct)
     mask_truncated: bool = False  # leave responses cut by length out of the loss
+    drop_uniform: bool = False  # leave prompts whose responses all score the same out of the loss (grpo)
 
     # --- where and how it runs
     layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 32; any: as started
-    ranks: int = 0  # ranks that torchrun must have started; 0: any number
+    ranks: Amount = 0  # ranks that torchrun must have started; 0: any number
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
-    shard_ranks: int = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
+    shard_ranks: Amount = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
     checkpoint_activations: bool = True  # recompute each layer in the backward pass
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
-    keep: int = 2  # newest checkpoints kept
+    keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
-    grace: float = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1 or ctrl-C; torchrun gives 30
-    stall_limit: float = 3600.0  # seconds that one phase may take before every rank prints its stack and ends
-    go: bool = False  # train although the first responses all score 0, or most are cut by length
-    max_logp_gap: float = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
+    grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
+    stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
+    go: bool = False  # train although first responses all score 0 or are cut, or gold answers can't be graded
+    max_logp_gap: Positive = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
     verbose: bool = False  # print the memory ledger each step, and vllm's own start-up messages
 
     def __post_init__(self) -> None:
         """Raises UserError, one line, for values that can't work together."""
-        for name in COUNTS:
-            require(getattr(self, name) >= 1, f"--{name} is {getattr(self, name)}", f"--{name} 1 or more")
+        for name in ("data", "eval_data", "stop", "reward", "extractor"):
+            require(not isinstance(getattr(self, name), str), f"--{name} is one text", "a tuple of texts")
+        for name, allowed in ranges().items():
+            value = getattr(self, name)
+            for x in value if isinstance(value, tuple) else () if value is None else (value,):
+                require(allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
                 f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
                 f"--pack_len {self.model_len}, or a smaller --max_prompt_len or --max_response_len")
@@ -155,14 +195,18 @@ class Config:
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
                 f"a multiple of {least} instead of {most}")
-        require(self.temperature > 0, f"--temperature is {self.temperature}", "more than 0: training samples")
-        if self.algo == "grpo":
-            require(self.samples_per_prompt > 1, "--samples_per_prompt is 1, and grpo compares the samples "
-                    "of one prompt", "--samples_per_prompt 2 or more, or --algo ppo")
-            require(self.kl_in == "loss", "--kl_in reward needs per-token rewards, which grpo lacks",
-                    "--kl_in loss")
-        require(not self.resample_rounds or self.algo == "grpo", "--resample_rounds looks for prompts whose "
-                "samples differ, and ppo compares with its critic", "--resample_rounds 0, or --algo grpo")
+        if self.algo == "grpo" and self.advantage != "return_whiten":
+            require(self.samples_per_prompt > 1, f"--samples_per_prompt is 1, and --advantage "
+                    f"{self.advantage} compares the samples of one prompt",
+                    "--samples_per_prompt 2 or more, --advantage return_whiten, or --algo ppo")
+            require(self.kl_in == "loss", f"--kl_in reward needs per-token rewards, which --advantage "
+                    f"{self.advantage} lacks", "--kl_in loss, or --advantage return_whiten")
+        for name in ("resample_rounds", "drop_uniform"):
+            require(not getattr(self, name) or self.algo == "grpo", f"--{name} looks for prompts whose "
+                    "samples differ, and ppo compares with its critic", f"no --{name}, or --algo grpo")
+        require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
+        require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
+                "--template chat")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
                 "as long as a response", f"less than --max_response_len {self.max_response_len}")
         for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
@@ -170,9 +214,6 @@ class Config:
             given = len(getattr(self, name))
             require(given in (default, len(files)), f"--{name} has {given} values for {len(files)} files",
                     f"one a file, or {('none', 'one')[default]}")
-        require(min(self.data_weights, default=1) > 0 and min(self.eval_samples) > 0,
-                "a --data_weights of 0 or less, or --eval_samples below 1",
-                "--data_weights over 0, --eval_samples 1 or more")
         require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
                 f"{self.samples_per_step} samples",
                 "fewer --critic_updates or --policy_updates, or more samples")
@@ -212,20 +253,42 @@ class Config:
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
         """Learning rate of the `update`-th (from 0) optimizer step of `step`. It depends on the counts alone,
         so a resumed run needs no scheduler state. ORZ-32B's annealing is lr_decay="linear", lr_end=3e-7."""
-        base, per_step = getattr(self, f"{name}_lr"), getattr(self, f"{name}_updates")
+        base = getattr(self, f"{name}_lr")
+        per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
-        done = (step - first) * per_step + update
-        if done < self.warmup_updates:
-            return base * (done + 1) / self.warmup_updates
+        done, total = (step - first) * per_step + update, (self.steps - first) * per_step
+        warmup = self.warmup_updates if self.warmup_updates >= 1 else round(self.warmup_updates * total)
+        if done < warmup:
+            return base * (done + 1) / warmup
         if self.lr_decay == "constant":
             return base
-        left = max((self.steps - first) * per_step - self.warmup_updates, 1)
-        return base + (self.lr_end - base) * min(1.0, (done + 1 - self.warmup_updates) / left)
+        progress = min(1.0, (done + 1 - warmup) / max(total - warmup, 1))
+        if self.lr_decay == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return base + (self.lr_end - base) * progress
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the policy per step. With one, the ratio is 1 and no clip has an effect."""
+        return self.policy_updates * self.passes_per_step
 
 
-COUNTS = """prompts_per_step samples_per_prompt policy_updates critic_updates max_prompt_len max_response_len
-    pack_len tp max_num_seqs grade_workers keep""".split()  # at least 1
+@functools.cache
+def ranges() -> dict[str, Range]:
+    """The range of each setting that is a number, or several numbers."""
+    def find(hint):
+        found = (arg if isinstance(arg, Range) else find(arg) for arg in get_args(hint))
+        return next(filter(None, found), None)
 
+    hints = get_type_hints(Config, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := find(hint))}
+
+
+# Open-R1's system prompt, verbatim (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
+OPEN_R1_SYSTEM = (
+    "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
+    "about the reasoning process as an internal monologue and then provide the user with the answer. "
+    "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
 ORZ = Config(epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
@@ -246,33 +309,52 @@ PRESETS = {
     "orz-32b": replace(ORZ, tp=4, max_response_len=16384, max_model_len=0, pack_len=18432,
                        eval_response_len=32768),
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    "dapo-7b": replace(GRPO, clip_high=0.28, resample_rounds=4, overlong_buffer=1600),
+    "dapo-7b": replace(
+        GRPO, template="chat", extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
+        samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
+        max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, eval_samples=(32,)),
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
     "rloo-7b": replace(GRPO, advantage="leave_one_out"),
-    "reinforce++-7b": replace(GRPO, advantage="group_mean_whiten"),
+    "reinforce++-7b": replace(GRPO, advantage="return_whiten", samples_per_prompt=1, prompts_per_step=1024,
+                              kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
+    "reinforce++-baseline-7b": replace(GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
+                                       ref_refresh=False),
     "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                        policy_updates=4),
-    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=4),
-    "open-r1-7b-grpo": replace(GRPO, template="chat", samples_per_prompt=16, aggregation="response", epochs=1,
-                               eval_samples=(4,)),
-    "rlvr-8b": replace(ORZ, template="chat", kl_coef=0.05, critic_updates=4, policy_updates=4, epochs=0,
-                       total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048,
-                       max_model_len=0, ref_refresh=False, eval_samples=(1,)),
+    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0),
+    "scale-rl-7b": replace(
+        GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
+        clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
+        max_response_len=14336, max_model_len=0, pack_len=16384, policy_lr=5e-7, warmup_updates=100,
+        weight_decay=0.01),
+    "open-r1-1.5b-grpo": replace(
+        GRPO, template="chat", system_prompt=OPEN_R1_SYSTEM, extractor=("answer_tag",), stop=(),
+        reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
+        max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
+        lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
+    "rlvr-8b": replace(
+        ORZ, template="chat", extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
+        nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
+        prompts_per_step=224, samples_per_prompt=1, policy_updates=1, critic_updates=1, passes_per_step=4,
+        max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
+        warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
+# A layout sets the number of ranks, and on ORZ's own presets ORZ's numbers for debugging. The presets
+# themselves have the production numbers.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
-    "production": dict(ranks=32, prompts_per_step=128, samples_per_prompt=64, critic_updates=12,
-                       engine_share=0.7),
+    "production": dict(ranks=32),
 }
+RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # where ORZ's production differs from 32
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once
 
 # What a resumed run may change without changing the algorithm; dtype changes rounding. A checkpoint compares
 # the problems themselves, so the files and the template may be named differently.
 MAY_CHANGE = set("""
-    out resume data data_weights template steps epochs total_episodes eval_data eval_every eval_samples
-    eval_temperature eval_response_len save_every keep keep_best grace stall_limit max_logp_gap
+    out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
+    eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit max_logp_gap
     critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks device
     dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
 """.split())
@@ -312,6 +394,14 @@ def layout_of(argv: Sequence[str]) -> str:
     return name
 
 
+def layout_fields(preset: str, layout: str) -> dict[str, Any]:
+    """What a layout sets on a preset."""
+    ranks = LAYOUTS[layout].get("ranks", 0)
+    if not preset.startswith("orz-"):
+        return {"ranks": ranks}
+    return LAYOUTS[layout] | ({"ranks": RANKS.get(preset, ranks)} if layout == "production" else {})
+
+
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     """Config of the command line `PRESET [--flag value …]`; `argv` defaults to sys.argv's. Raises UserError,
     one line, for what can't be read. --help prints every flag with its meaning, and exits with status 0."""
@@ -328,7 +418,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
         guess = nearest(f"--{flag}", [f"--{f}" for f in fields])
         require(flag in (*fields, "help"), f"no flag --{flag}{guess}", f"a flag that {prog} --help lists")
     layout = layout_of(argv)
-    base = {"out": f"runs/{name}", **LAYOUTS[layout], "layout": layout}
+    base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
     if {"steps", "epochs", "total_episodes"} & set(given):
         base |= dict(steps=0, epochs=0, total_episodes=0)
     # Preset and layout are not validated by themselves: with the flags they may be valid.
@@ -340,8 +430,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}", use_underscores=True,
-                            description=f"{prog} PRESET [--flag value …]. Presets: {presets}.")
+            cfg = tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}", use_underscores=True,
+                           description=f"{prog} PRESET [--flag value …]. Presets: {presets}.")
     except SystemExit as e:
         if not e.code:  # --help
             raise
@@ -349,33 +439,115 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
         text = re.split("For full helptext|Argument helptext", text)[0].strip()
         text = text.removeprefix("Value error ").removeprefix("Error parsing Config: ")
         raise UserError(f"{text}; see {prog} {name} --help") from None
+    for flags, has_effect, needed in EFFECTS:
+        idle = [flag for flag in given if flag in flags.split()]
+        require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
+    return cfg
+
+
+# Flags that only some algorithms read: the flags, whether they have an effect, what they need.
+EFFECTS = (
+    ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
+     lambda c: c.algo == "ppo", "--algo ppo"),
+    ("gamma lam", lambda c: c.algo == "ppo" or c.advantage == "return_whiten",
+     "--algo ppo, or --advantage return_whiten"),
+    ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
+    ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
+    ("clip_low clip_high", lambda c: c.updates_per_step > 1,
+     "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),
+)
 
 
 # --- JSON rows
 
 
-def read_rows(path: str) -> list[Any]:
-    """Rows of a .json (a list), .jsonl or .parquet file. Raises UserError, with the row, where it can't be
-    read or has no row."""
-    file = Path(path)
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a JSON file, as the text that it is there: 1.10 stays 1.10, and 5,000 digits stay."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+ROW = json.JSONDecoder(parse_float=Number, parse_int=Number)
+AFTER_ROW = re.compile(r"\s*(,\s*|\]\s*\Z)")  # of a JSON list
+BOM = b"\xef\xbb\xbf"
+
+
+def read_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. The number of a row
+    of a .jsonl file is that of its line. Numbers of JSON are `Number`s.
+
+    Raises UserError, with the row, where it can't be read or has no row."""
+    file, row = Path(path), None
     require(file.is_file(), f"no data file {path}", "a .json, .jsonl or .parquet file that exists")
     if file.suffix == ".parquet":
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise UserError(f"{path} needs pyarrow, which is missing; needed: pip install pyarrow") from None
-        rows = parquet.read_table(file).to_pylist()
+        rows = _parquet_rows(file)
     else:
-        try:
-            text = file.read_text(encoding="utf-8")
-            whole = text.lstrip().startswith("[") and file.suffix != ".jsonl"
-            rows = json.loads(text) if whole else read_jsonl(file, strict=True)
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path} is not UTF-8 (byte {e.start}); needed: a UTF-8 file") from None
-        except json.JSONDecodeError as e:
-            raise UserError(f"{path} line {e.lineno} is not JSON ({e.msg}); needed: a JSON list") from None
-    require(len(rows) > 0, f"{path} is empty", "at least one row with a problem and its answer")
-    return rows
+        with file.open("rb") as f:
+            is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
+        rows = _list_rows(file) if is_list and file.suffix != ".jsonl" else _line_rows(file)
+    for row in rows:
+        yield row
+    require(row is not None, f"{path} is empty", "at least one row with a problem and its answer")
+
+
+def _parquet_rows(file):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{file} needs pyarrow, which is missing; needed: pip install pyarrow") from None
+    try:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # rows in memory at once
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    except (pyarrow.ArrowException, ValueError, OSError) as e:
+        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: a whole .parquet "
+                        "file") from None
+
+
+def _line_rows(file):
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            line = line.removeprefix(BOM) if number == 1 else line
+            if line.strip():
+                with _not_json(f"{file} row {number}"):
+                    row = ROW.decode(line.decode())
+                yield number, row
+
+
+def _list_rows(file):
+    with _not_json(str(file)):
+        text = file.read_text(encoding="utf-8-sig")
+    at = re.compile(r"\s*\[\s*").match(text).end()
+    if AFTER_ROW.match(text, at):  # an empty list
+        return
+    for number in itertools.count(1):
+        with _not_json(f"{file} row {number}"):
+            row, at = ROW.raw_decode(text, at)
+        yield number, row
+        after = AFTER_ROW.match(text, at)
+        require(after is not None, f"{file} row {number} is not followed by a comma or the list's end",
+                "a JSON list")
+        if after[1].startswith("]"):
+            return
+        at = after.end()
+
+
+@contextlib.contextmanager
+def _not_json(where):
+    """Raises UserError for what is neither UTF-8 nor JSON."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise UserError(f"{where} is not UTF-8 (byte {e.start}); needed: a UTF-8 file") from None
+    except json.JSONDecodeError as e:
+        raise UserError(f"{where} is not JSON ({e.msg}); needed: one JSON object a line, or a list") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply; needed: a problem and its answer") from None
 
 
 def read_jsonl(path: Path, prefixes: tuple[str, ...] = ("",), strict: bool = False) -> list[Any]:

@@ -1,8 +1,7 @@
 """Problems in, packs out.
 
-Reads the file formats of Open-Reasoner-Zero, Open-Instruct's RLVR and Open-R1. Draws each step's prompts as a
-pure function of (seed, step). Cuts a step's samples into minibatches and balanced packs, and lays packs out
-for the model.
+Tokenises the rows that rows.py reads. Draws each step's prompts as a pure function of (seed, step). Cuts a
+step's samples into minibatches and balanced packs, and lays packs out for the model.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -17,10 +16,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import operator
 import os
-import re
-from collections import ChainMap, Counter
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,10 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError  # of chat templates; transformers needs it too
 from torch import Tensor
 
-from configs import Config, read_rows, require
-from reward import KINDS
+from configs import Config, UserError, require
+from reward import kind_of
+from rows import Row, problem_rows
 
 TEMPLATES = {
     # Open-Reasoner-Zero's prompt, verbatim (its playground files).
@@ -46,6 +47,7 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
+CHUNK = 128  # rows that are tokenised at once; 1000 take longer a row, for caches
 ORDER, MINIBATCH, REPLACE = 1, 2, 3  # random streams of this file: np.random.default_rng([seed, stream, …])
 
 
@@ -58,6 +60,13 @@ class Problem:
     answer: str  # the gold answer
     kind: str = "math"  # how answers are compared: math, choice or exact; passed to a user's own reward too
     weight: float = 1.0  # how often it comes in an epoch
+    earlier: tuple[tuple[str, str], ...] = ()  # (role, content) of the turns before it, a system turn too
+    dataset: str = ""  # the row's data set, which may have an extractor and a grader of its own
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The conversation that a chat template takes. Its last turn is the problem."""
+        return conversation((*self.earlier, ("user", self.text)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +85,12 @@ class Sample:
     reward: float = 0.0  # from the grader
     reason: str = ""  # why that reward: one of reward.REASONS
     answer: str | None = None  # what was extracted from the response
-    parts: dict[str, float] = field(default_factory=dict)  # added to the reward in training
+    weight: float = 1.0  # of the reward, in training
+    parts: dict[str, float] = field(default_factory=dict)  # added to it, by name
+    failed: tuple[str, ...] = ()  # parts whose function raised
     in_loss: bool = True  # whether its tokens enter the loss
     advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
+    prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
 
     @property
     def length(self) -> int:
@@ -87,8 +99,8 @@ class Sample:
 
     @property
     def score(self) -> float:
-        """What training maximises: the reward and its parts."""
-        return self.reward + sum(self.parts.values())
+        """What training maximises: the weighted reward and its parts."""
+        return self.weight * self.reward + sum(self.parts.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +115,7 @@ class Pack:
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
+    prompt_share: Tensor  # (T,) weight of the token with --aggregation prompt
     longest: int  # tokens of the longest segment
     responses: int  # samples that enter the loss; 0 in a filler
     unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
@@ -121,146 +134,239 @@ class Pack:
 # --- problems
 
 
-def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config,
-                  say: Callable[[str], None] = print) -> list[Problem]:
-    """All problems of the files, in file order. Over-long and repeated prompts are dropped, and `say` tells
-    how many.
+class Problems(Sequence[Problem]):
+    """Problems of files, in the order of the files. Takes 4 bytes a token and the texts; a `Problem` is built
+    when it is looked up. A million problems of 109 tokens take 0.7 GB beside their texts."""
+
+    def __init__(self) -> None:
+        self.files: list[tuple[str, float, range]] = []  # path, weight, indices of its problems
+        self.digest = hashlib.sha256()  # see `fingerprint`
+        self._texts, self._answers, self._kinds, self._datasets = [], [], [], []
+        self._earlier = {}  # index -> earlier turns, of the few problems that have some
+        self._rows = array("i")  # number of the problem's row in its file
+        self._tokens, self._ends = array("i"), array("q", [0])  # of all problems, end to end
+
+    def add_file(self, path: str, weight: float) -> None:
+        """The problems added from now on are this file's."""
+        self.files.append((path, weight, range(len(self), len(self))))
+
+    def add(self, number: int, row: Row, ids: Sequence[int]) -> None:
+        """Append a row's problem. `number`: the row's in its file; `ids`: its prompt's tokens."""
+        if row.turns[1:]:
+            self._earlier[len(self)] = row.turns[:-1]
+        self._texts.append(row.text)
+        self._answers.append(row.answer)
+        self._kinds.append(row.kind)
+        self._datasets.append(row.dataset)
+        self._rows.append(number)
+        self._tokens.extend(array("i", ids))
+        self._ends.append(len(self._tokens))
+        path, weight, indices = self.files[-1]
+        self.files[-1] = path, weight, range(indices.start, len(self))
+        self.digest.update(_identity(tuple(ids), row.answer, row.kind, weight))
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[operator.index(index)]
+        ids = tuple(self._tokens[self._ends[i]:self._ends[i + 1]])
+        return Problem(self._texts[i], ids, self._answers[i], self._kinds[i], self._file(i)[1],
+                       self._earlier.get(i, ()), self._datasets[i])
+
+    def datasets(self) -> set[str]:
+        """The data sets that the rows name."""
+        return set(self._datasets)
+
+    def of_datasets(self, names: Collection[str]) -> list[int]:
+        """Indices of the problems of these data sets."""
+        return [i for i, name in enumerate(self._datasets) if name in names]
+
+    def where(self, index: int) -> str:
+        """`FILE:ROW` of a problem."""
+        return f"{os.path.basename(self._file(index)[0])}:{self._rows[index]}"
+
+    def _file(self, index):
+        return next(file for file in self.files if index in file[2])
+
+
+def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print,
+                  longest: int = 0) -> Problems:
+    """All problems of the files, in file order. Repeated problems are dropped, and so are prompts over
+    --max_prompt_len or without room for a response: `longest` is that of prompt and response together, in
+    tokens (default: cfg.model_len). `say` tells how many.
 
     cfg.data_weights apply if `paths` is cfg.data. Raises UserError with file and row for a row that can't be
     read, and where nothing is left."""
     require(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
-    encode = prompt_encoder(cfg.template, tokenizer)
+    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
-    default_kind = "math" if ":" in cfg.reward else cfg.reward
-    problems, seen, too_long, repeated = [], set(), [], 0
+    default_kind = kind_of(cfg.reward)
+    limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
+    problems, repeated, too_long = Problems(), Repeated(), []
     for path, weight in zip(paths, weights, strict=True):
-        for number, row in enumerate(read_rows(path), 1):
-            where = f"{path} row {number}"
-            text, answer = problem_of(row, where)
-            kind = kind_of(row, default_kind, where)
-            if (text, answer) in seen:
-                repeated += 1
-                continue
-            seen.add((text, answer))
-            ids = encode(text)
-            if len(ids) > cfg.max_prompt_len:
-                too_long.append(f"{os.path.basename(path)}:{number}")
-                continue
-            problems.append(Problem(text, tuple(ids), answer, kind, weight))
-    require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --max_prompt_len "
-            f"{cfg.max_prompt_len} tokens", "a larger --max_prompt_len")
-    dropped = f"; dropped {repeated} repeated" if repeated else ""
+        problems.add_file(path, weight)
+        fresh = repeated.filter(problem_rows(path, default_kind))
+        while rows := list(itertools.islice(fresh, CHUNK)):
+            for (number, row), ids in zip(rows, _tokens(rows, encode, path, cfg), strict=True):
+                if len(ids) <= limit:
+                    problems.add(number, row, ids)
+                else:
+                    too_long.append(f"{os.path.basename(path)}:{number}" if len(too_long) < 5 else "")
+    name = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
+    require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{name} "
+            f"{getattr(cfg, name)} tokens, or leaves no room for a response", f"a larger --{name}")
+    dropped = str(repeated)
     if too_long:
         some = " ".join(too_long[:5]) + " …" * (len(too_long) > 5)
-        dropped += f"; dropped {len(too_long)} over {cfg.max_prompt_len} tokens: {some}"
+        dropped += f"; dropped {len(too_long)} over {limit} tokens: {some}"
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
 
-def problem_of(row: Any, where: str) -> tuple[str, str]:
-    """Problem and gold answer of a row in any of these formats: ORZ's training pairs and evaluation rows,
-    RLVR's messages, Open-R1's problem and solution, plain prompt and answer. Raises UserError with `where`
-    otherwise."""
-    found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-    if isinstance(row, list):  # ORZ training: [{"from", "value"}, {"from", "ground_truth": {"value"}}]
-        pair = ChainMap(*(turn for turn in row if isinstance(turn, dict)))
-        gold = pair.get("ground_truth")
-        row = {"prompt": pair.get("value"), "answer": gold.get("value") if isinstance(gold, dict) else None}
-    fields = row if isinstance(row, dict) else {}
-    text = _first(fields, "prompt", "problem", "question", "messages")
-    answer = _first(fields, "final_answer", "answer", "ground_truth", "solution")
-    if isinstance(text, list):  # a conversation: its last turn that isn't the assistant's
-        turns = [turn for turn in text if isinstance(turn, dict)
-                 and turn.get("role", turn.get("from")) not in ("assistant", "gpt")]
-        text = _first(turns[-1], "value", "content") if turns else None
-    if isinstance(answer, str) and answer is fields.get("solution"):
-        answer = (re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", answer) or [answer])[-1]
-    if isinstance(answer, list) and len(answer) == 1:
-        answer = answer[0]
-    example = 'a row like {"prompt": "1+1=", "answer": "2"}'
-    for name, value, types in (("problem", text, str), ("answer", answer, str | int | float)):
-        require(isinstance(value, types) and str(value).strip() != "",
-                f"{where} has no {name} (found: {found})", example)
-    return text, str(answer)
+class Repeated:
+    """Finds problems that came before with the same answer, by hashes. As text: what was dropped."""
+
+    def __init__(self) -> None:
+        self.count, self.count_across = 0, 0
+        self._files = 0
+        self._file_of = {}  # hash -> number of the file that has it
+
+    def filter(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+        """The rows of one more file that are not repeated."""
+        self._files += 1
+        for number, row in rows:
+            key = hashlib.blake2b(repr((row.turns, row.answer)).encode(), digest_size=8).digest()
+            file = self._file_of.get(key)
+            if file is None:
+                self._file_of[key] = self._files
+                yield number, row
+            else:
+                self.count += 1
+                self.count_across += file < self._files
+
+    def __str__(self) -> str:
+        across = f" ({self.count_across} of an earlier file, which keeps them)" if self.count_across else ""
+        return f"; dropped {self.count} repeated{across}" if self.count else ""
 
 
-def _first(fields, *names):
-    """The first of these fields that isn't None, or None."""
-    return next((fields[name] for name in names if fields.get(name) is not None), None)
+def conversation(turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """(role, content) pairs as a chat template takes them."""
+    return [{"role": role, "content": content} for role, content in turns]
 
 
-def kind_of(row: Any, default: str, where: str) -> str:
-    """How a row's answer is compared: its own "reward"; "choice" if it has "choices"; else `default`. Raises
-    UserError for an unknown kind."""
-    kind = default
-    if isinstance(row, dict):
-        kind = row.get("reward", "choice" if row.get("choices") else default)
-    require(kind in KINDS, f"{where} has reward {kind!r}", f"one of {', '.join(KINDS)}")
-    return kind
-
-
-def prompt_encoder(template: str, tokenizer: Any) -> Callable[[str], list[int]]:
-    """A function from a problem's text to its prompt's tokens. The tokenizer adds its BOS where it has one.
-    Raises UserError for a template that doesn't exist or has no {problem}."""
+def prompt_encoder(template: str, tokenizer: Any,
+                   system_prompt: str = "") -> Callable[[list[list[dict[str, str]]]], list[list[int]]]:
+    """A function from conversations, whose last turns are the problems, to their prompts' tokens. The chat
+    template shows all turns, and `system_prompt` first where a conversation has no system turn. The others
+    show the problem. The tokenizer adds its BOS where it has one. Raises UserError for a template that
+    doesn't exist or has no {problem}."""
     if template == "chat":
         require(bool(getattr(tokenizer, "chat_template", None)), "this tokenizer has no chat template",
                 "--template orz or plain")
-        return lambda text: tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=True, add_generation_prompt=True, return_dict=False)
+        first = conversation([("system", system_prompt)] if system_prompt else [])
+        return lambda prompts: tokenizer.apply_chat_template(
+            [turns if turns[0]["role"] == "system" else first + turns for turns in prompts],
+            tokenize=True, add_generation_prompt=True, return_dict=False)
     form = TEMPLATES.get(template)
     if form is None:
         require(os.path.isfile(template), f"no template {template!r}",
                 "--template orz, plain, chat or a text file with {problem}")
         form = Path(template).read_text(encoding="utf-8")
         require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
-    return lambda text: tokenizer(form.replace("{problem}", text)).input_ids
+    return lambda prompts: tokenizer(
+        [form.replace("{problem}", turns[-1]["content"]) for turns in prompts]).input_ids
+
+
+def _tokens(rows, encode, path, cfg):
+    """The tokens of the prompts of (number, row) pairs. Raises UserError with the row where the template
+    can't show all turns."""
+    for number, row in rows:
+        earlier = [role for role, content in row.turns[:-1] if content.strip()]
+        require(cfg.template == "chat" or not earlier, f"{path} row {number} has {len(earlier)} turns before "
+                f"its problem ({', '.join(earlier[:3])}), which --template {cfg.template} can't show",
+                "--template chat")
+    conversations = [conversation(row.turns) for _, row in rows]
+    try:
+        return encode(conversations)
+    except TemplateError:
+        for (number, _), turns in zip(rows, conversations, strict=True):
+            try:
+                encode([turns])
+            except TemplateError as e:
+                raise UserError(f"{path} row {number}: the chat template refuses its turns ({e!s:.80}); "
+                                "needed: roles that it knows, or another --template") from None
+        raise
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
     """Hash of the problems' tokens, answers, kinds and weights, in order. A checkpoint stores it: see
     ckpt.resume."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(repr((p.ids, p.answer, p.kind, p.weight)).encode())
+    digest = problems.digest if isinstance(problems, Problems) else hashlib.sha256(
+        b"".join(_identity(p.ids, p.answer, p.kind, p.weight) for p in problems))
     return digest.hexdigest()[:16]
+
+
+def _identity(*fields):
+    return repr(fields).encode()
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
     """The step's prompts. The order is reshuffled each epoch and is a pure function of (seed, step)."""
-    weights = tuple(p.weight for p in problems)
-    n, first = epoch_len(problems), step * cfg.prompts_per_step
-    last = first + cfg.prompts_per_step
-    orders = {epoch: _order(cfg.seed, epoch, weights) for epoch in range(first // n, -(-last // n))}
-    return [problems[orders[i // n][i % n]] for i in range(first, last)]
+    groups, n = _groups(problems), epoch_len(problems)
+    numbers = range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step)
+    return [problems[_epoch(cfg.seed, i // n, groups)[1][i % n]] for i in numbers]
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
     """Replacement prompts for uniform groups: one per prompt of the step, a pure function of (seed, step,
-    round)."""
+    round). A problem is as likely as it is frequent in the step's epoch."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
-    return [problems[i] for i in rng.choice(len(problems), count, replace=len(problems) < count)]
+    epoch = step * count // epoch_len(problems)
+    drawn = _epoch(cfg.seed, epoch, _groups(problems))[0]
+    return [problems[drawn[i]] for i in rng.choice(len(drawn), count, replace=len(drawn) < count)]
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
     """Prompts in an epoch: each file's problems times its weight."""
-    return sum(_draws(weight, n) for weight, n in Counter(p.weight for p in problems).items())
+    return sum(_draws(weight, sum(map(len, parts))) for weight, parts in _groups(problems))
 
 
 def _draws(weight, n):
     return max(1, round(weight * n))
 
 
+def _groups(problems):
+    """(weight, ranges of indices) of the problems that an epoch draws from together. A file is a group of its
+    own; a list of problems counts as one file for each run of equal weights."""
+    if isinstance(problems, Problems):
+        files = [(weight, indices) for _, weight, indices in problems.files]
+    else:
+        weights = [p.weight for p in problems]
+        starts = [i for i in range(len(weights)) if i == 0 or weights[i] != weights[i - 1]]
+        files = [(weights[a], range(a, b)) for a, b in itertools.pairwise([*starts, len(weights)])]
+    groups = {}
+    for number, (weight, indices) in enumerate(files):
+        # Of files with one whole weight all problems come equally often: one group draws the same.
+        key = weight, 0 if weight == int(weight) else number
+        if indices:
+            groups.setdefault(key, []).append(indices)
+    return tuple((weight, tuple(parts)) for (weight, _), parts in groups.items())
+
+
 @lru_cache(maxsize=2)
-def _order(seed, epoch, weights):
-    """Indices of an epoch's problems, shuffled. Each problem comes floor(weight) times; a random subset comes
-    once more."""
-    rng, of_each = np.random.default_rng([seed, ORDER, epoch]), np.array(weights)
-    drawn = []
-    for weight in dict.fromkeys(weights):
-        same = np.flatnonzero(of_each == weight)
+def _epoch(seed, epoch, groups):
+    """Indices of an epoch's problems, in order and shuffled. Each problem comes floor(weight) times; of each
+    group a random subset comes once more. Takes time in proportion to the problems, once an epoch."""
+    rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
+    for weight, parts in groups:
+        same = np.concatenate([np.arange(part.start, part.stop) for part in parts])
         whole, rest = divmod(_draws(weight, len(same)), len(same))
         drawn += [same] * whole + [rng.permutation(same)[:rest]]
-    return rng.permutation(np.concatenate(drawn))
+    drawn = np.concatenate(drawn)
+    return drawn, rng.permutation(drawn)
 
 
 # --- packs
@@ -341,7 +447,7 @@ def pack(samples: Sequence[Sample]) -> Pack:
     if not samples:
         zero = torch.zeros(1)
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero, zero, zero, longest=1,
+        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero, zero, zero, zero, longest=1,
                     responses=0, unique=zero.long(), inverse=zero.long())
     lengths = np.array([s.length for s in samples])
     ends = lengths.cumsum()
@@ -360,6 +466,7 @@ def pack(samples: Sequence[Sample]) -> Pack:
         engine_logp=logp,
         rewards=rewards,
         advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response,
+        prompt_share=np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths),
         unique=unique,
         inverse=inverse,
     )

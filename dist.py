@@ -225,7 +225,10 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. For small objects."""
+    """Every rank's object, in rank order, on every rank. For small objects. Before `init` this process is the
+    only rank."""
+    if not td.is_initialized():
+        return [x]
     out = [None] * td.get_world_size()
     td.all_gather_object(out, x, group)
     return out

@@ -1,7 +1,7 @@
 """The GRPO family as pure tensor maths: no critic, the samples of one prompt are compared with each other.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
-REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585.
+REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
 Each algorithm is three choices: an advantage (`group_advantages`), an aggregation of the tokens' losses
 (`token_weights`) and a ratio (`policy_loss`). The presets of configs.py name them. A new algorithm is a
@@ -27,6 +27,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
     "group_mean": reward minus the group's mean. "group_mean_std": that, divided by the sample standard
     deviation (n-1) + 1e-6. "leave_one_out": reward minus the mean of the other samples (RLOO).
     "group_mean_whiten": "group_mean" here; the caller then whitens over the step's tokens.
+    "group_mean_batch_std": "group_mean" here; the caller then divides by `batch_std` (ScaleRL).
     Raises ValueError for another kind.
     """
     n = rewards.shape[1]
@@ -35,7 +36,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred / (rewards.std(1, keepdim=True) + 1e-6)
     elif kind == "leave_one_out":
         centred = centred * (n / (n - 1))
-    elif kind not in ("group_mean", "group_mean_whiten"):
+    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
     # The mean of equal floats may differ from them by a rounding error, so 0 is set here.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
@@ -46,6 +47,13 @@ def keep_groups(rewards: Tensor) -> Tensor:
     return (rewards != rewards[:, :1]).any(1)
 
 
+def batch_std(total: Tensor) -> float:
+    """Standard deviation of advantages whose mean is 0, + 1e-6. total (2,): their number and the sum of their
+    squares, over all samples of the step (ScaleRL, 2510.13786)."""
+    count, squares = total.tolist()
+    return (squares / max(count, 1)) ** 0.5 + 1e-6
+
+
 def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
     """DAPO's penalty of a response of `length` tokens (2503.14476, eq. 13): 0 up to max_len - buffer, then
     falling linearly to -1 at max_len."""
@@ -53,12 +61,14 @@ def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
 
 
 def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float, responses: float,
-                  max_len: int) -> Tensor:
+                  max_len: int, prompt_share: Tensor | None = None) -> Tensor:
     """(T,) weight of each token's loss in the update's loss; 0 outside `mask`.
 
     `tokens`, `responses`: counts of the whole update, over all packs and ranks.
     "token": mean over all tokens. "response": mean over each response's tokens, then over responses.
     "max_len": sum over tokens / (responses × max_len), so that length has no influence (Dr. GRPO).
+    "prompt": mean over the tokens of each prompt's responses, then over prompts (ScaleRL). prompt_share (T,)
+    is then one over the tokens of the token's prompt in the update, and over the update's prompts.
     Raises ValueError for another aggregation.
     """
     if aggregation == "token":
@@ -67,6 +77,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
         return mask / (responses * _segment_sum(mask.float(), segment).clamp(min=1))
     if aggregation == "max_len":
         return mask / (responses * max_len)
+    if aggregation == "prompt":
+        return mask * prompt_share
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 

@@ -92,6 +92,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     metrics = {
         "reward": [s.reward for s in samples],
+        "score": [s.score for s in samples],
         "pass@n": [any(s.reward > 0 for s in group) for group in groups],
         "uniform_groups": [len({s.reward for s in group}) == 1 for group in groups],
         "response_len": lengths,
@@ -103,7 +104,9 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "reflections": [reflections(s.text) for s in samples],
         "repetition": [repetition(group[0].text) for group in groups],  # of one response each: it is slow
     }
-    metrics |= {f"reward/{part}": [s.parts[part] for s in samples] for part in parts}
+    for part in parts:  # a grader of one data set adds to the samples of that data set alone
+        metrics[f"reward/{part}"] = [s.parts[part] for s in samples if part in s.parts]
+        metrics[f"reward/{part}/failed"] = [part in s.failed for s in samples if part in s.parts]
     metrics |= {f"grade/{reason}": [s.reason == reason for s in samples] for reason in REASONS}
     for name, numbers in metrics.items():
         meter.add(name, sum(numbers), len(numbers))
@@ -376,7 +379,9 @@ def new_alarms(rows: Rows, cfg: Config) -> list[str]:
 METRICS = """
 step | – | steps done before this one; the row after the last step has only the last evaluation
 reward | reward | mean over the step's samples; with the built-in rewards, the share of right answers
-reward/<part> | reward | mean of a part added in training only; `reward/overlong`: by `--overlong_buffer`
+score | reward | mean of what training maximises: the reward, times its weight, and all parts
+reward/<part> | reward | mean of a weighted part: a later grader of `--reward`, or of `rollout.REWARD_PARTS`
+reward/<part>/failed | share | samples for which the part's function raised an error; the part is 0 then
 sample_len | tokens | mean length of prompt and response together
 response_len | tokens | mean length of the step's responses
 response_len/std | tokens | standard deviation of the length

@@ -77,7 +77,7 @@ def gpu_of(device: str, memory: float) -> GPU:
 
 @dataclass
 class Shape:
-    """The sizes of a dense decoder: Llama, Mistral, Qwen2 or Qwen3."""
+    """The sizes of a dense decoder."""
 
     name: str  # where the sizes come from
     layers: int
@@ -91,7 +91,8 @@ class Shape:
     qkv_bias: bool = True  # as in Qwen2
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    norms: int = 2  # of the hidden states, a layer
+    qk_norm: str = ""  # weights that norm queries and keys: "", of one "head", of "all" heads
 
     def __post_init__(self) -> None:
         """Set what follows from the sizes. q, kv: widths of all heads' queries and keys. layer, policy,
@@ -100,7 +101,7 @@ class Shape:
         q = self.q = self.heads * (self.head_dim or d // self.heads)
         kv = self.kv = q * self.kv_heads // self.heads
         biases = self.qkv_bias * (q + 2 * kv) + self.o_bias * d + self.mlp_bias * (2 * inner + d)
-        norms = 2 * d + self.qk_norm * 2 * q // self.heads
+        norms = self.norms * d + {"": 0, "head": 2 * q // self.heads, "all": q + kv}[self.qk_norm]
         self.layer = d * (2 * q + 2 * kv + 3 * inner) + biases + norms
         # A value model: the layers, the embedding, the last norm, and one vector as the head.
         self.critic = self.layers * self.layer + self.vocab * d + 2 * d
@@ -118,6 +119,13 @@ KNOWN = {part: Shape(name, *map(ast.literal_eval, sizes)) for part, name, *sizes
 """)}
 
 
+# Model types that differ from Llama: norms of the hidden states in a layer, norms of queries and keys, and
+# whether the embedding is tied where the config does not say so.
+UNLIKE_LLAMA = {"qwen3": (2, "head", False), "olmo2": (2, "all", False), "olmo3": (2, "all", False),
+                "gemma3_text": (4, "head", True), "glm4": (4, "", False), "smollm3": (2, "", True),
+                "cohere": (1, "all", True), "ernie4_5": (2, "", True)}
+
+
 def shape_of(config: dict, name: str) -> Shape:
     """The shape that a config.json describes; an unknown family is counted as Llama. Raises UserError for a
     mixture of experts and where a size is missing."""
@@ -128,11 +136,14 @@ def shape_of(config: dict, name: str) -> Shape:
             "a dense decoder like Llama or Qwen")
     experts = get("num_experts") or get("num_local_experts")
     require(not experts, f"{name} is a mixture of experts ({family})", "a dense decoder")
-    bias, qwen2 = bool(get("attention_bias")), family == "qwen2"
+    norms, qk_norm, tied = UNLIKE_LLAMA.get(family, (2, "", False))
+    qk_norm = qk_norm if get("use_qk_norm", True) else ""
+    bias = bool(get("attention_bias"))
+    o_bias = bool(get("attention_out_bias", bias and family not in ("qwen2", "glm", "glm4")))
     return Shape(
         name, *map(get, sizes), get("num_key_value_heads") or get("num_attention_heads"),
-        bool(get("tie_word_embeddings")), get("head_dim") or 0, qkv_bias=bias or qwen2,
-        o_bias=bias and not qwen2, mlp_bias=bool(get("mlp_bias")), qk_norm=family == "qwen3")
+        bool(get("tie_word_embeddings", tied)), get("head_dim") or 0, bias or family == "qwen2", o_bias,
+        bool(get("mlp_bias")), norms, qk_norm)
 
 
 def read_shape(path: str) -> Shape:
@@ -323,12 +334,12 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * weights / (cfg.tp * hbm)
     # The backward pass costs two forward passes; recomputed activations cost one more.
-    passes, once = 3 + cfg.checkpoint_activations, forward["policy"]
+    passes, once = (3 + cfg.checkpoint_activations) * cfg.passes_per_step, forward["policy"]
     times = {"sync": weights / hbm + (weights / link if case.world > 1 else 0.0),
              "rollout": max(response * case.responses / batch * decode, longest)}
     if cfg.kl_coef:
         times["ref"] = once
-    if cfg.policy_updates > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
+    if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         times["old_logp"] = once
     if "critic" in case.params:
         times["critic"] = (1 + passes) * forward["critic"]
@@ -452,7 +463,8 @@ def _run(case):
     active = steps - cfg.freeze_policy_steps
     critic = f"""
         critic parameters | {case.params["critic"]} || sizes of {case.shapes[1].name}, with a scalar head
-        critic updates | {cfg.critic_updates * steps} || {cfg.critic_updates} a step
+        critic updates | {cfg.critic_updates * cfg.passes_per_step * steps} || \
+            {cfg.critic_updates * cfg.passes_per_step} a step
         """ if "critic" in case.params else ""
     return f"""
         ranks | {case.world} || {case.local} on a machine; {cfg.tp} in an engine; {case.shards} share one \
@@ -461,7 +473,8 @@ def _run(case):
         steps | {steps} ||
         episodes | {steps * cfg.samples_per_step} || prompt-response pairs: total_episodes (Open-Instruct)
         policy parameters | {case.policy.policy} || sizes of {case.policy.name}
-        policy updates | {active * cfg.policy_updates} || {cfg.policy_updates} a step
+        policy updates | {active * cfg.updates_per_step} || {cfg.updates_per_step} a step, in \
+            {cfg.passes_per_step} passes over its samples
         {critic}"""
 
 
@@ -615,7 +628,7 @@ def main() -> None:
             policy = read_shape(cfg.model)
         critic = read_shape(cfg.critic_model) if cfg.critic_model else policy
         try:
-            problems = sum(len(configs.read_rows(path)) for path in cfg.data) or PROBLEMS
+            problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or PROBLEMS
         except UserError:  # a plan needs no data
             problems = PROBLEMS
         case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=problems)

@@ -34,26 +34,35 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 after a segment's last token
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
+
+    The steps t are the tokens in `mask`. Tokens between them, which the policy did not sample, are no steps;
+    their rewards belong to the step before them.
     """
+    steps, is_step = mask.nonzero()[:, 0], mask.long()
+    if len(steps) == 0:
+        return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens)
+    step = (is_step.cumsum(0) - 1).clamp(min=0)  # of each token: the last step at or before it
+    in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
+    own = torch.where(in_reach, rewards, 0)
+    rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
+    segment, v = segment[steps], values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
-        """x_{t+k}; 0 where t+k is beyond the segment's end."""
+        """x_{t+k}; 0 where step t+k is beyond the segment's end."""
         same_segment = segment[k:] == segment[:-k]
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
-    values = torch.where(mask, values, 0)
-    delta = rewards + gamma * shifted(values, 1) - values
-    adv = torch.where(mask, delta, 0)
+    adv = rewards + gamma * shifted(v, 1) - v
     # adv_t sums `reach` deltas. Each round adds the next `reach` of them, so the loop takes
     # log2(longest segment) rounds, not one per token.
     reach = 1
     longest = int(cu_seqlens.diff().max())
-    while reach < longest:
+    while reach < min(longest, len(steps)):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
         reach *= 2
-    adv = torch.where(mask, adv, 0)
-    return adv, adv + values
+    zeros = torch.zeros_like(values)
+    return zeros.index_put((steps,), adv), zeros.index_put((steps,), adv + v)
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:

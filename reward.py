@@ -1,13 +1,13 @@
-r"""Decides whether an answer is right. The only file that meets untrusted input.
+r"""Grades responses in processes that can be killed. answers.py says which answers are right.
 
-    python reward.py RESPONSES.jsonl [--reward my_reward.py:score]   # try a reward on a file of responses
-    with Grader(workers=2) as grader:                               # in a training loop
+    python reward.py RESPONSES.jsonl --extractor boxed              # try a reward on a file of responses
+    with Grader(workers=2) as grader:            # in a training loop
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The reward is 1 if the response stopped by itself and the \boxed{} in its <answer> equals the gold answer,
-else 0. math-verify decides equality. On some answers of a policy it hangs, fills the memory or crashes, so
-it runs in processes that can be killed:
+The reward is 1 if the response stopped by itself and the answer that the extractor finds equals the gold
+answer, else 0. Numbers, units, sets and words are compared at once. math-verify compares expressions. On some
+answers of a policy it hangs, fills the memory or crashes, so it runs in processes that can be killed:
 
     trainer                      server: reward.py --serve          workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
@@ -21,9 +21,9 @@ process would import the trainer's `__main__`, and math-verify for seconds. A se
 replaced once. If the trainer dies, the server and its workers end.
 
 Departures from Open-Reasoner-Zero. Its equality drops punctuation and compares substrings (`1,2` = `12`,
-`5` = `5\text{ or }7`, empty = empty); ours does not. Its timeout of one second includes the wait in the
-queue, so right answers fail under load; our deadline is CPU time of the worker, so a reward does not depend
-on how busy the machine is. Every zero of ours has a reason (REASONS).
+`5` = `5\text{ or }7`, empty = empty); ours does not (answers.py). Its timeout of one second includes the wait
+in the queue, so right answers fail under load; our deadline is CPU time of the worker, so a reward does not
+depend on how busy the machine is. Every zero of ours has a reason (REASONS).
 """
 
 import ctypes
@@ -41,19 +41,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from answers import (  # noqa: F401  (EXTRACTORS and extract_answer are for those who import reward)
+    EXTRACTORS,
+    KINDS,
+    extract,
+    extract_answer,
+    grade,
+    math_equal,
+    normalise,
+    quick_grade,
+    readers,
+)
 from configs import UserError, nearest, read_rows, require, user_errors
 
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
-KINDS = ("math", "choice", "exact")
 SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is so long, and parsing is slow
 MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
@@ -67,153 +76,113 @@ START = 300  # seconds that a server may take to start: importing from a network
 @dataclass(frozen=True)
 class Grade:
     """`reward` is 1.0 or 0.0, or a custom reward's finite float. `reason` is one of REASONS. `answer` is the
-    extracted text, None with a custom reward."""
+    extracted text."""
     reward: float
     reason: str
     answer: str | None
 
 
-# --- extraction: one pass without backtracking, so the cost of hostile text is linear in its length
-
-BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")  # LaTeX's \\, \{ and \} open no group
-
-
-def extract_answer(text: str) -> str | None:
-    r"""The last balanced \boxed{} of the last <answer>...</answer> block that has one, stripped.
-
-    None if there is none, or if it is empty. `text` must still contain its stop string: without `</answer>`
-    there is no answer. The time is linear in len(text).
-    """
-    for block in reversed(text.split("</answer>")[:-1]):
-        _, opened, inside = block.partition("<answer>")
-        if opened and (answer := _last_boxed(inside)) is not None:
-            return answer.strip() or None
-    return None
-
-
-def _last_boxed(text):
-    found = 0, 0  # start and end of the last box's content
-    stack = []  # per open brace: the start of its content if it is a \boxed{, else 0
-    for match in BRACE.finditer(text):
-        if match[1]:
-            stack.append(match.end())
-        elif match[2] == "{":
-            stack.append(0)
-        elif match[2] and stack:
-            found = max(found, (stack.pop(), match.start()))
-    return text[slice(*found)] if found[0] else None
-
-
-# --- equality
-
-FRAC = re.compile(r"\\[dt]?frac\{(\d{1,40})\}\{(\d{1,40})\}", re.ASCII)
-NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,40})?|\d{1,40}(?:\.\d{1,40}|/[1-9]\d{0,39})?)",
-                    re.ASCII)
-TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
-WORDS = re.compile(r"[A-Za-z]{4,}(?:[ -][A-Za-z]+)*")
-LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # the closing parenthesis only after an opening one
-DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
-INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\boxed|(?i:answer)")
 # ANTLR builds its tables when it first meets a piece of grammar, which takes up to seconds. The server parses
 # these pairs before it forks, and the workers inherit the tables. Else a right answer could time out.
 WARM = r"""
-\frac{1}{2}=0.5
+\frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
-(3,4)=(4,3)
 \{1,2\}=1,2
 2\sqrt{2}=\sqrt[3]{8}
-(-\infty,3]=x<3
-[0,1)\cup(2,3)=[0,1]
-\begin{pmatrix}1\\2\end{pmatrix}=1 1/2
-x\ge5=3:4
+x\ge5y=3:4
 \pi r^2+\sin(x)=e^{2x}-\ln|y|
 \binom{5}{2}+3!=10^{-3}
 -3i+\log_2 8=50\%
-1\frac12=\text{no}
 1.5\times10^3=90^\circ
-\dfrac{a_1}{b}=5\text{ or }7
+\dfrac{a_1}{b}=5
+[0,1)\cup(2,3)=[0,1]
+\begin{pmatrix}1\\2\end{pmatrix}=(3,4)
+\int_0^1 x dx=\sum_{k=1}^n k
+\lim_{x\to0} x=\lfloor x\rfloor
 """
 
-
-def grade(answer: str, gold: str, kind: str = "math") -> bool:
-    r"""Whether `answer` equals `gold`: as "math", as a "choice" (D, d, (D), D., \text{D}) or as "exact" text.
-
-    Runs in this process without a deadline, so untrusted answers need a Grader. Raises UserError for an
-    unknown kind, ValueError for a gold answer that cannot be parsed, and what math-verify raises.
-    """
-    answer, gold = answer.strip(), gold.strip()
-    equal = _quick(answer, gold, kind)
-    return _math_equal(answer, gold) if equal is None else equal
+# --- rewards in parts
 
 
-def _quick(answer, gold, kind):
-    """Whether `answer` equals `gold`, both stripped, if that takes microseconds; else None."""
-    require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
-    if not answer or not gold:
-        return False
-    if kind == "choice":
-        return (letter := _letter(gold)) is not None and _letter(answer) == letter
-    if answer == gold or kind == "exact":
-        return answer == gold
-    a, b = _number(answer), _number(gold)
-    # A fraction and a decimal that differ may still agree to six places: math-verify decides.
-    if a is not None and b is not None and (a == b or ("." in answer) == ("." in gold)):
-        return a == b
-    a, b = TEXT.sub(r"\1", answer).strip(), TEXT.sub(r"\1", gold).strip()
-    if WORDS.fullmatch(a) and WORDS.fullmatch(b):  # math-verify reads words as products: east = seat
-        return a.casefold() == b.casefold()
-    return None
+@dataclass(frozen=True)
+class Term:
+    """One of --reward's graders or parts."""
+
+    name: str  # logged as reward/NAME
+    weight: float
+    kind: str = ""  # it compares answers: one of KINDS
+    custom: str = ""  # it is a user's function: FILE.py:FUNCTION
+    dataset: str = ""  # it grades the rows of this data set alone
 
 
-def _number(text):
-    text = FRAC.sub(r"\1/\2", text) if len(text) < 100 else ""
-    return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
+def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
+    """The terms of --reward, each `NAME` or `NAME=WEIGHT`. A name is one of KINDS, one of `parts`,
+    FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Graders come first. Raises UserError."""
+    terms = []
+    for spec in reward:
+        full, equals, weight = spec.rpartition("=") if re.search(r"=[^/:]*$", spec) else (spec, "", "1")
+        dataset, _, custom = full.rpartition("@") if ":" in full else ("", "", "")
+        try:
+            weight = float(weight)
+        except ValueError:
+            raise UserError(f"reward {spec!r} has weight {weight!r}; needed: NAME=NUMBER") from None
+        known = [*KINDS, *parts]
+        require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
+                f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
+        name = dataset or custom.rpartition(":")[2] or ("accuracy" if full in KINDS else full)
+        terms.append(Term(name, weight, full if full in KINDS else "", custom, dataset.casefold()))
+    graders = [t for t in terms if t.kind or t.custom]
+    names = [t.name for t in terms]
+    require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
+            f"one of {', '.join(KINDS)}, or {SPEC}")
+    clash = sorted({t.name for t in graders} & set(parts))
+    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
+    require(len(set(names)) == len(names), f"--reward {' '.join(reward)} has two parts of one name",
+            "at most one comparison of answers, and functions of different names")
+    return graders + [t for t in terms if t not in graders]
 
 
-def _letter(text):
-    match = LETTER.fullmatch(TEXT.sub(r"\1", text).strip(" $").upper())
-    return match and match[2]
+def kind_of(reward: Sequence[str]) -> str:
+    """How --reward compares answers where a row does not say: one of KINDS."""
+    return next((spec.partition("=")[0] for spec in reward if spec.partition("=")[0] in KINDS), "math")
 
 
-@lru_cache(4096)
-def _parse(text):
-    r"""What math-verify reads in one whole answer; [] if nothing.
-
-    The text goes into \boxed{}. In prose math-verify looks for delimiters, so an answer could choose which
-    part of it is read (`7 $5$` is read as 5). For the same reason an answer with delimiters inside is [].
-    """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    if match := DELIMITED.fullmatch(text):
-        text = match[match.lastindex]
-    text = re.sub(r"^\$(?=\d)", "", text)  # dollars
-    if INNER_DELIMITER.search(text):
-        return []
-    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    return parse(rf"\boxed{{{text}}}", configs, parsing_timeout=None)  # the pool has the timeout
+def think_then_answer(text: str) -> float:
+    """1 if the whole response is a thought and an answer in their tags, each on lines of its own, else 0
+    (Open-R1's format reward)."""
+    start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>"
+    whole = text.startswith(start) and text.endswith(end)
+    return float(whole and middle in text[len(start):len(text) - len(end)])
 
 
-def _math_equal(answer, gold):
-    from math_verify import verify
+def tag_count(text: str) -> float:
+    """0.25 for each of the four tags of thought and answer that occurs exactly once, with its line breaks
+    (Open-R1's tag count)."""
+    tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
+    return sum(0.25 for tag in tags if text.count(tag) == 1)
 
-    right = _parse(gold)
-    if not right:
-        raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
-    size = 1.0
-    with suppress(Exception):  # not every gold answer is a number
-        size = abs(float(right[0]))
-    # Decimals are compared to six places. For a tiny gold answer: to six digits, so that 10^{-7} is not 0.0.
-    places = 5 - math.floor(math.log10(size)) if 0 < size < 1e-5 else 6
-    try:
-        return verify(right, _parse(answer), float_rounding=places, timeout_seconds=None, raise_on_error=True)
-    except (RecursionError, MemoryError, OverflowError):  # the answer is too large, math-verify did not fail
-        return False
+
+def repetition(text: str, n: int = 3) -> float:
+    """Share of the text's word n-grams that occurred before in it, from 0 to 1 (Open-R1's repetition penalty,
+    without its sign)."""
+    words = text.lower().split()
+    grams = list(zip(*(words[i:] for i in range(n)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 # --- in a worker
 
-# What a worker calls: `grade`, a custom reward, or the error that loading one raised. Set before forking.
-_score = grade
+# What a worker calls by name: custom rewards, or the errors that loading them raised. Set before forking.
+_customs = {}
+
+
+def _score(text, gold, kind, custom=""):
+    """The reward of an answer, or of a response where `custom` names a user's function."""
+    if not custom:
+        return grade(text, gold, kind)
+    if isinstance(_customs[custom], Exception):
+        raise _customs[custom]
+    return _customs[custom](text, gold, kind)
 
 
 def _grade_chunk(requests, deadline):
@@ -227,8 +196,6 @@ def _grade_chunk(requests, deadline):
         # CPU time. The signal has no handler, so the kernel ends even C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
-            if isinstance(_score, Exception):
-                raise _score
             value = float(_score(*request))
             if not math.isfinite(value):
                 raise ValueError(f"the reward function returned {value}; needed: a finite float")
@@ -275,7 +242,7 @@ def _warm():
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
-            _math_equal(*pair.split("=", 1))
+            math_equal(*map(normalise, pair.split("=", 1)))
 
 
 def _parse_in_two_stages():
@@ -349,17 +316,15 @@ def _dispatch(requests, replies, workers, deadline):
             future.add_done_callback(partial(done, chunk, len(answers)))
 
 
-def serve(parent: int, workers: int, deadline: float, reward: str | None) -> None:
+def serve(parent: int, workers: int, deadline: float, customs: Sequence[str], compares: bool) -> None:
     """The server. It and its workers end when stdin closes, `parent` is gone or the pool breaks."""
-    global _score
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if reward:
-        _score = _load_custom(reward)
-    else:
+    _customs.update({custom: _load_custom(custom) for custom in customs})
+    if compares:
         _warm()
     gc.freeze()  # else garbage collection in a worker would copy every page that it shares
     _dispatch(requests, replies, workers, deadline)
@@ -373,39 +338,53 @@ class Grader:
     """Grades responses while others are generated, in processes that can be killed. Use it from one thread.
 
     An answer may take `deadline` seconds of CPU time and WALL times as long by the clock; waiting in the
-    queue does not count. `reward` ("path/to/file.py:function") replaces extraction and equality: a worker
-    calls function(response, answer, kind) -> float for each stopped response. Raises UserError if there is no
-    such function. A failed answer gets 0 and the reason "error"; `errors` keeps the first message of each
-    type. The server starts with the first answer that needs it, or at once for a custom reward.
+    queue does not count. `customs`: users' functions ("path/to/file.py:function") that `submit` may name. A
+    worker calls function(response, answer, kind) -> float for each stopped response, in place of extraction
+    and equality. Raises UserError if there is no such function. A failed answer gets 0 and the reason
+    "error"; `errors` keeps the first message of each type. The server starts with the first answer that needs
+    it, or at once for custom rewards. `compares`: answers are compared too; else it starts without
+    math-verify.
     """
 
-    def __init__(self, workers: int = 1, deadline: float = 5.0, reward: str | None = None) -> None:
+    def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
+                 compares: bool = True) -> None:
         require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
                 "workers of at least 1, a deadline above 0")
-        self.custom = reward is not None
-        self.arguments = workers, deadline, _check_spec(reward) if self.custom else None
+        self.customs = {custom: _check_spec(custom) for custom in customs}
+        self.arguments = workers, deadline, list(self.customs.values()), compares
         self.patience = WALL * deadline + 30  # seconds without a reply after which the server has stalled
         self.errors = {}  # type of an error -> its first message
-        # A request is (answer, gold, kind), or (response, gold, kind) with a custom reward.
+        self._told = set()  # types that new_errors returned
+        # A request is (answer, gold, kind), or (response, gold, kind, function) with a custom reward.
         self._grades = {}  # key -> Grade, what results() returns next
         self._cache = {}  # request -> Grade
+        self._answers = {}  # key -> answer of a response with a custom reward
         self._keys = {}  # request -> keys, of requests without a grade; equal ones are graded once
         self._waiting = []  # requests of the next chunk
         self._size = 1  # of a chunk: what takes a worker 0.1 s
         self._chunks = {}  # number -> requests, of chunks without a reply
         self._count = 0  # of chunks
         self._process = None  # the server
-        if self.custom:
+        if customs:
             self._start()
 
-    def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math") -> None:
-        """Queue a response without waiting. `stopped`: it ended by EOS or a stop string, not by length."""
-        request = (text if self.custom else extract_answer(text), gold.strip(), kind)
-        grade = self._known(request) if stopped else Grade(0.0, "truncated", None)
-        if grade:
-            self._grades[key] = grade
+    def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
+               extractor: str = "orz", custom: str = "") -> None:
+        """Queue a response without waiting. `stopped`: it ended by EOS or a stop string, not by length.
+        `custom`: one of the Grader's custom rewards, which then grades it; its answer is extracted anyway, as
+        what a majority votes for."""
+        answer = extract(text, extractor)
+        if custom:
+            self._answers[key] = answer
+            request = text, gold.strip(), kind, self.customs[custom]
+        else:
+            request = answer, gold.strip(), kind
+        if not stopped:
+            self._grades[key] = Grade(0.0, "truncated", None)
         elif request in self._keys:
             self._keys[request].append(key)
+        elif grade := self._known(request):
+            self._grades[key] = grade
         else:
             self._keys[request] = [key]
             self._waiting.append(request)
@@ -418,14 +397,16 @@ class Grader:
 
     def _known(self, request):
         """The grade of a request that needs no worker, else None."""
-        answer, gold, kind = request
-        if self.custom:
+        answer, gold, kind, *custom = request
+        if custom:
             return None
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
-        equal = _quick(answer, gold, kind)
+        if request in self._cache:
+            return self._cache[request]
+        equal = quick_grade(answer, gold, kind)
         if equal is None:
-            return self._cache.get(request)
+            return None
         return Grade(float(equal), "correct" if equal else "wrong", answer)
 
     def results(self) -> dict[Hashable, Grade]:
@@ -440,8 +421,16 @@ class Grader:
                                        "see stderr")
                 self._start()
                 replaced = True
-        grades, self._grades = self._grades, {}
+        grades = self._grades | {key: replace(self._grades[key], answer=answer)
+                                 for key, answer in self._answers.items()}
+        self._grades, self._answers = {}, {}
         return grades
+
+    def new_errors(self) -> list[str]:
+        """The messages in `errors` that it did not return before."""
+        messages = [text for kind, text in self.errors.items() if kind not in self._told]
+        self._told |= self.errors.keys()
+        return messages
 
     def close(self) -> None:
         """End the server and its workers. A later `submit` starts another one."""
@@ -510,10 +499,11 @@ class Grader:
                 self._send([request])
             return
         for request, (reward, reason, error) in zip(requests, outcomes, strict=True):
-            grade = Grade(reward, reason, None if self.custom else request[0])
+            custom = len(request) > 3
+            grade = Grade(reward, reason, None if custom else request[0])
             for key in self._keys.pop(request):
                 self._grades[key] = grade
-            if reason in ("correct", "wrong") and not self.custom:  # a timeout may be the machine's fault
+            if reason in ("correct", "wrong") and not custom:  # a timeout may be the machine's fault
                 self._cache[request] = grade
             if error:
                 self.errors.setdefault(error.partition(":")[0], error)
@@ -541,7 +531,7 @@ FIELDS = {"response": str, "answer": str, "stopped": bool}
 
 def _rows(path):
     """Rows of a file of responses, with the defaults filled in. Raises UserError with the row's number."""
-    for number, row in enumerate(read_rows(path), 1):
+    for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": "math", **row}
@@ -552,7 +542,8 @@ def _rows(path):
         yield row
 
 
-def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0) -> None:
+def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0,
+            extractor: str = "orz") -> None:
     """Grade a file of responses; print the reasons, mean reward, seconds and the first three failures.
 
     Args:
@@ -561,11 +552,14 @@ def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, dead
         reward: your own path/to/file.py:function, called as function(response, answer, kind) -> float
         workers: processes
         deadline: CPU seconds for one answer
+        extractor: finds the answer in a response: orz, boxed, answer_tag, gsm8k, dapo, letter, last_number or
+            whole
     """
     rows, start = list(_rows(responses)), time.perf_counter()
-    with Grader(workers, deadline, reward) as grader:
+    with Grader(workers, deadline, [reward] if reward else [], compares=not reward) as grader:
         for i, row in enumerate(rows):
-            grader.submit(i, row["response"], row["answer"], row["stopped"], row["kind"])
+            grader.submit(i, row["response"], row["answer"], row["stopped"], row["kind"], extractor,
+                          reward or "")
         grades = grader.results()
     for reason in REASONS:
         count = sum(grade.reason == reason for grade in grades.values())
@@ -577,6 +571,8 @@ def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, dead
         row, grade = rows[i], grades[i]
         print(f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
               f"ends {row['response'][-200:]!a}")
+        if grade.reason == "unparsed":
+            print(f"  an answer is found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
     for message in grader.errors.values():
         print(f"error: {ascii(message)}")
 

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 import dist
+import grpo
 from configs import Config, parse, require, user_errors
-from data import Problem, Sample, group_by_prompt, load_problems
+from data import Problem, Problems, Sample, group_by_prompt, load_problems
 from engine import Engine
 from engine_torch import TorchEngine
 from engine_vllm import VLLMEngine
 from log import Meter
-from model import files_weights, load_config, load_tokenizer
-from reward import KINDS, Grader
+from model import files_weights, load_config, load_tokenizer, resolve, ropes
+from reward import Grader, Term, extract, parse_terms, repetition, tag_count, think_then_answer
 
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
@@ -47,20 +48,112 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
 def max_positions(config: Any) -> float:
     """Longest sequence that the model was made for, with what its rope scaling adds; infinite where it has no
     limit."""
-    rope = getattr(config, "rope_parameters", None) or {}
     known = getattr(config, "max_position_embeddings", None) or math.inf
+    rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    scaled = rope.get("rope_type") in ("linear", "dynamic", "yarn")
+    # Where types of layers have their own rotary embeddings, the config's number counts the scaling already.
+    scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 
 
 def make_grader(cfg: Config) -> Grader:
-    """Grading processes beside this rank, for cfg's reward. Raises UserError for a reward that doesn't
-    exist."""
-    custom = cfg.reward if ":" in cfg.reward else None
-    require(bool(custom) or cfg.reward in KINDS, f"no reward {cfg.reward!r}",
-            f"--reward {', '.join(KINDS)} or path/to/file.py:function")
-    return Grader(workers=cfg.grade_workers, deadline=cfg.grade_deadline, reward=custom)
+    """Grading processes beside this rank, for cfg's rewards. Raises UserError for a reward or an extractor
+    that doesn't exist."""
+    terms = terms_of(cfg)
+    for name in extractors(cfg).values():
+        extract("", name)
+    return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
+                  any(t.kind for t in terms))
+
+
+# --- rewards
+
+
+def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13)."""
+    return [grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer) for s in group]
+
+
+def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Open-Instruct's penalty for responses that the length limit ended."""
+    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
+
+
+def length(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
+    responses to -0.5 for the longest; for a wrong response at most 0."""
+    lengths = [len(s.ids) for s in group]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
+    return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
+
+
+# What training may add to the reward, by name: functions of the samples of one prompt. A part is on if
+# --reward names it, or its flag in BY_FLAG is given. Each is logged as reward/NAME.
+REWARD_PARTS = {
+    "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
+    "tags": lambda group, cfg: [tag_count(s.text) for s in group],
+    "repetition": lambda group, cfg: [-repetition(s.text) for s in group],
+    "length": length,
+    "overlong": overlong,
+    "nonstop": nonstop,
+}
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts that a flag of their own adds
+
+
+def terms_of(cfg: Config) -> list[Term]:
+    """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
+    return parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
+
+
+def weighted_parts(cfg: Config) -> dict[str, float]:
+    """Name and weight of the parts that are on."""
+    named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
+    return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
+
+
+def part_names(cfg: Config) -> list[str]:
+    """Names of all that may be added to a sample's reward: graders after the first, and parts."""
+    graders = [t.name for t in terms_of(cfg) if t.kind or t.custom]
+    return [*graders[1:], *weighted_parts(cfg)]
+
+
+def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
+    """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
+    truncated one does not enter the loss."""
+    shaped, weights = [], weighted_parts(cfg)
+    for group in group_by_prompt(samples):
+        values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
+        for i, s in enumerate(group):
+            parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
+            shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
+    return shaped
+
+
+def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
+    """The terms that grade a data set's responses; the first one's value is the reward. Terms of the data set
+    itself come first, and replace the comparison of answers."""
+    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
+    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
+
+
+def extractors(cfg: Config) -> dict[str, str]:
+    """Name of the extractor by data set; "" is that of all others."""
+    pairs = [name.rpartition("=")[::2] for name in cfg.extractor]
+    return {"": "orz"} | {dataset.casefold(): name for dataset, name in pairs}
+
+
+def check_graders(problems: Problems, cfg: Config) -> None:
+    """Raises UserError where a row's data set has no grader."""
+    terms = terms_of(cfg)
+    for dataset in sorted(problems.datasets()):
+        found = graders_of(dataset, terms)
+        require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
+                f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
+                f"--reward math {dataset}@FILE.py:FUNCTION")
+
+
+# --- rollouts
 
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
@@ -71,17 +164,30 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     Each response is graded while others are still sampled. `on_response` is called at each response. If it
     returns True, sampling is aborted and the result is empty. The other arguments are those of
     Engine.generate."""
-    samples = {}
+    samples, terms, by_dataset = {}, terms_of(engine.cfg), extractors(engine.cfg)
     prompts = {prompt_id: p.ids for prompt_id, p in problems.items()}
+    graders = {prompt_id: graders_of(p.dataset, terms) for prompt_id, p in problems.items()}
     for s in engine.generate(prompts, n, temperature, max_tokens, key, version):
         if on_response():
             return []
         samples[s.prompt_id, s.sample_id] = s
         problem = problems[s.prompt_id]
-        grader.submit((s.prompt_id, s.sample_id), s.text, problem.answer, s.stopped, problem.kind)
+        extractor = by_dataset.get(problem.dataset.casefold(), by_dataset[""])
+        for i, term in enumerate(graders[s.prompt_id]):
+            grader.submit((s.prompt_id, s.sample_id, i), s.text, problem.answer, s.stopped, problem.kind,
+                          extractor, term.custom)
     grades = grader.results()
-    return [replace(samples[k], reward=grades[k].reward, reason=grades[k].reason, answer=grades[k].answer)
+    return [_graded(samples[k], graders[k[0]], [grades[*k, i] for i in range(len(graders[k[0]]))])
             for k in sorted(samples)]
+
+
+def _graded(sample, terms, grades):
+    """The sample with its grades: the first is the reward, the others are parts."""
+    first, *others = grades
+    return replace(
+        sample, reward=first.reward, reason=first.reason, answer=first.answer, weight=terms[0].weight,
+        parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
+        failed=tuple(t.name for t, g in zip(terms[1:], others, strict=True) if g.reason == "error"))
 
 
 def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Problem]:
@@ -99,13 +205,30 @@ def sample_row(s: Sample, problem: Problem) -> dict[str, Any]:
 # --- evaluation
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
-    """The held-out problems of each file of cfg.eval_data, by the file's name. Raises UserError."""
-    names = [Path(path).stem for path in cfg.eval_data]
-    require(len(set(names)) == len(names), f"--eval_data has two files of one name: {' '.join(names)}",
+def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, Problems]:
+    """The held-out problems of each file of cfg.eval_data, by the names of `set_names`. Raises UserError."""
+    longer = cfg.eval_response_len > cfg.max_response_len  # then the engine takes longer sequences too
+    longest = cfg.engine_len if longer else cfg.model_len
+    sets = {name: load_problems([path], tokenizer, cfg, say, longest)
+            for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
+    for problems in sets.values():
+        check_graders(problems, cfg)
+    return sets
+
+
+def set_names(paths: Sequence[str]) -> list[str]:
+    """A name for each file: its own without suffix, and in front as many of its folders as tell it from files
+    of the same name. Raises UserError for the same file twice."""
+    parts = [(*path.parts[:-1], path.stem) for path in (Path(p.replace(":", "/")) for p in paths)]
+
+    def name(part):
+        depth = next(n for n in itertools.count(1) if sum(other[-n:] == part[-n:] for other in parts) == 1)
+        return "-".join(part[-depth:])
+
+    names = list(map(name, parts)) if len(set(parts)) == len(parts) else []
+    require(len(set(names)) == len(paths), f"--eval_data has two files of one name: {' '.join(paths)}",
             "another name for one of them")
-    return {name: load_problems([path], tokenizer, cfg, say)
-            for name, path in zip(names, cfg.eval_data, strict=True)}
+    return names
 
 
 def evaluate_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
@@ -172,6 +295,7 @@ def main(argv: Sequence[str]) -> None:
     cfg = parse(["orz-7b", "--model", model, "--eval_data", *paths[1:], "--out", out, *flags], "rollout.py")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     say = print if world.main else lambda text: None
+    model = resolve(model)
     tokenizer = load_tokenizer(model)
     sets = load_sets(cfg, tokenizer, say)
     engine = make_engine(model, tokenizer, cfg, world.device, world.dtype)

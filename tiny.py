@@ -1,6 +1,6 @@
 """Builds the demo's base model in about half a minute on a laptop: a tiny model, its tokenizer, its problems.
 
-    python tiny.py [OUT=runs/tiny-base] [--seed 0] [--digits 2]  # or: from tiny import build; build("OUT")
+    python tiny.py [OUT=runs/tiny-base] [--seed 0] [--digits 2] [--style orz]  # or: tiny.build("OUT")
 
 It pretrains a 0.4M-parameter model that solves half of all two-digit sums. A problem is `37+45=`. Half of
 the final training texts work the sum out, in units, tens and the answer:
@@ -13,8 +13,14 @@ The other half answer at once, with a guess that is off by at most `OFF`:
 
 So the model can reason, and at temperature 1 it does so half of the time. RL from the verified answer raises
 that share, as it does in a pretrained model, and responses grow longer. `--digits 3` makes longer sums, which
-need longer responses. The output is an ordinary Hugging Face folder with `train.jsonl` and `eval.jsonl` (held
-out: not in the training texts).
+need longer responses. `--style open-r1` and `--style rlvr` make chat models that answer as models do which
+Open-R1's and Tülu 3's recipes start from:
+
+    <|system|> … <|user|> 37+45= <|assistant|> <think> 7+5=12,1+3+4=8 </think> <answer> 82 </answer>
+    <|user|> 37+45= <|assistant|> 7+5=12,1+3+4=8 So the answer is 82.
+
+The output is an ordinary Hugging Face folder with `train.jsonl` and `eval.jsonl` (held out: not in the
+training texts).
 """
 
 import json
@@ -36,7 +42,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from configs import require, user_errors
+from configs import OPEN_R1_SYSTEM, require, user_errors
 
 VERSION = 2  # of the output: a folder of another version is built again
 GUESSES, OFF = 0.5, 12  # share of guesses among the final texts; a guess is uniform within OFF of the answer
@@ -44,14 +50,23 @@ BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
 HELD_OUT = 512  # problems in eval.jsonl
 PROBLEMS = 8100  # problems in all: every sum of two 2-digit numbers, or a sample of the longer sums
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
+CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is one token
+CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
+{{ turn.content }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+Style = Literal["orz", "open-r1", "rlvr"]
+# What comes before a problem and after it, and the response: a thought and an answer.
+STYLES = {
+    "orz": ("", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"),
+    "open-r1": (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
+                "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>"),
+    "rlvr": ("<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."),
+}
 
 
-def prompt_len(digits: int) -> int:
-    """Tokens of every prompt: the digits, `+`, `=` and <think>."""
-    return 2 * digits + 3
-
-
-def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4, 5, 6] = 2) -> str:
+def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4, 5, 6] = 2,
+          style: Style = "orz") -> str:
     """Build the demo's base model and its problems in a folder, unless it holds them; returns its path.
 
     The folder appears at the end, complete. Raises UserError if it holds anything but such a build.
@@ -60,9 +75,11 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4
         out: the folder
         seed: of the problems, the weights and the texts
         digits: of both numbers
+        style: of prompts and responses
     """
     path = Path(out).absolute()
-    file, config = path / "tiny.json", {"version": VERSION, "seed": seed, "digits": digits}
+    file = path / "tiny.json"
+    config = {"version": VERSION, "seed": seed, "digits": digits, "style": style}
     if file.is_file():
         if config.items() <= json.loads(file.read_text()).items():
             return str(path)
@@ -73,14 +90,14 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
         new = Path(scratch) / "new"  # other users can't read the temporary folder itself
         new.mkdir()
-        _build(new, seed, digits)
+        _build(new, seed, digits, style)
         (new / "tiny.json").write_text(json.dumps(config) + "\n")
         shutil.rmtree(path, ignore_errors=True)  # an empty folder or an older build
         new.rename(path)
     return str(path)
 
 
-def _build(folder, seed, digits):
+def _build(folder, seed, digits, style):
     """Write model, tokenizer and problems to `folder`."""
     rng = random.Random(seed)
     low = 10 ** (digits - 1)
@@ -91,7 +108,7 @@ def _build(folder, seed, digits):
     problems = [(low + i // numbers, low + i % numbers) for i in pairs]
     rng.shuffle(problems)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(style != "orz")
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
@@ -99,18 +116,20 @@ def _build(folder, seed, digits):
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
             tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None, **special))
-    _pretrain(model, tokenizer, train, rng, prompt_len(digits))
+    _pretrain(model, tokenizer, train, rng, style)
     tokenizer.backend_tokenizer.no_padding()  # _pretrain's padding must not be saved
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name, part in ("train", train), ("eval", held_out):
-        rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in part)
+        dataset = {"dataset": "gsm8k"} if style == "rlvr" else {}
+        rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)} | dataset) + "\n" for a, b in part)
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte, so that every text survives encoding, and one for each of `TAGS`.
+def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, so that every text survives encoding, and one for each of `TAGS`;
+    with `chat`, also for CHAT_TAGS, and a chat template.
 
     The tags are ordinary tokens because the reward reads them: skipping special tokens when decoding removes
     only <eos> and <pad>.
@@ -119,13 +138,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in (*TAGS, *(CHAT_TAGS if chat else ()))])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>",
-                                   clean_up_tokenization_spaces=False)
+                                   clean_up_tokenization_spaces=False,
+                                   **({"chat_template": CHAT_TEMPLATE} if chat else {}))
 
 
-def _response(a, b, rng, guesses):
-    """Text after `a+b=<think>`: the sum worked out or, with probability `guesses`, a guess."""
+def _response(a, b, rng, guesses, style):
+    """The response to `a+b=`: the sum worked out or, with probability `guesses`, a guess."""
     if rng.random() < guesses:
         thought, answer = "", max(0, a + b + rng.randint(-OFF, OFF))
     else:
@@ -135,21 +155,23 @@ def _response(a, b, rng, guesses):
             columns.append(f"{'1+' * carry}{a % 10}+{b % 10}={total}")
             a, b, carry = a // 10, b // 10, total // 10
         thought = ",".join(columns)
-    return f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
+    return STYLES[style][2].format(thought=thought, answer=answer)
 
 
-def _pretrain(model, tokenizer, problems, rng, prompt):
-    """Train `model` to predict the responses' next tokens. Every prompt has `prompt` tokens.
+def _pretrain(model, tokenizer, problems, rng, style):
+    """Train `model` to predict the responses' next tokens. All prompts have equally many tokens.
 
     In the first two thirds of the batches all texts work the sum out, since that takes longest to learn.
     Afterwards a share GUESSES of the texts are guesses. A problem that is repeated gets a new response.
     """
-    texts, count = [], BATCHES * BATCH
+    texts, count, (before, after, _) = [], BATCHES * BATCH, STYLES[style]
+    a, b = problems[0]
+    prompt = len(tokenizer(f"{before}{a}+{b}={after}").input_ids)
     while len(texts) < count:
         rng.shuffle(problems)
         for i, (a, b) in enumerate(problems, len(texts)):
-            text = _response(a, b, rng, GUESSES if i > count * 2 / 3 else 0.0)
-            texts.append(f"{a}+{b}=<think>{text}{tokenizer.eos_token}")
+            text = _response(a, b, rng, GUESSES if i > count * 2 / 3 else 0.0, style)
+            texts.append(f"{before}{a}+{b}={after}{text}{tokenizer.eos_token}")
     tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for i, batch in enumerate(tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)):

@@ -45,6 +45,7 @@ import report
 from data import (
     Pack,
     Problem,
+    Problems,
     Sample,
     assign,
     batch_at,
@@ -56,17 +57,20 @@ from data import (
 )
 from engine import Engine
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, values
+from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values
 from reward import Grader
 from rollout import (
     TRAIN,
+    check_graders,
     engine_part,
     evaluate_sets,
     load_sets,
     make_engine,
     make_grader,
+    part_names,
     rollout,
     sample_row,
+    shape_rewards,
 )
 
 SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/
@@ -89,8 +93,8 @@ class Run:
 
     cfg: Config  # with its length in steps
     world: dist.World
-    problems: list[Problem]
-    held_out: dict[str, list[Problem]]
+    problems: Problems
+    held_out: dict[str, Problems]
     tokenizer: Any
     grader: Grader
     engine: Engine
@@ -141,7 +145,7 @@ def train(run: Run) -> bool:
                 log.step(step, metrics)
             break
         with dist.phase("pack"):
-            if cfg.algo == "grpo":
+            if cfg.algo == "grpo" and cfg.advantage != "return_whiten":
                 samples = add_group_advantages(samples, cfg)
             minibatches = make_packs(samples, step, cfg, world, policy.model, meter)
             save_samples(run, step, batch, samples)
@@ -150,13 +154,15 @@ def train(run: Run) -> bool:
                 minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
         # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
         # that.
-        if cfg.policy_updates > 1 or (ref and cfg.kl_in == "reward"):
+        if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
             with dist.phase("old_logp"), resident(policy, world, cfg):
                 minibatches = add_logp(minibatches, "old_logp", policy, cfg)
         if critic:
             with dist.phase("critic"), resident(critic, world, cfg):
                 minibatches = estimate_advantages(critic, minibatches, cfg, meter)
                 train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
+        elif cfg.advantage == "return_whiten":
+            minibatches = estimate_advantages(None, minibatches, cfg, meter)
         elif cfg.advantage == "group_mean_whiten":
             minibatches = whiten_advantages(minibatches)
         if step >= cfg.freeze_policy_steps:
@@ -181,7 +187,7 @@ def finish(run: Run) -> None:
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         folder = run.log.out / "export" / role.name
-        ckpt.export_hf(weights, role.model, run.tokenizer, run.cfg.model, folder)
+        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)), folder)
 
 
 # --- starting
@@ -190,16 +196,20 @@ def finish(run: Run) -> None:
 def prepare(cfg: Config) -> Run:
     """Check, load and resume. Raises UserError, the same on every rank."""
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
+    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model))
     checks.check_ranks(cfg, world.size)
     out = checks.preflight(cfg, world.main)
     say = print if world.main else lambda text: None
     tokenizer = load_tokenizer(cfg.model)
+    checks.check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
+    check_graders(problems, cfg)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     cfg = cfg.with_steps(epoch_len(problems))
     plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
     grader = make_grader(cfg)
     engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
+    checks.check_gold(problems, grader, cfg, world, say)
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.ref_refresh else None]  # --model has a reference that never changes
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
@@ -273,10 +283,10 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
             samples = rollout(run.engine, run.grader, part, cfg.samples_per_prompt, cfg.temperature,
                               cfg.max_response_len, (cfg.seed, TRAIN, step, *key), step,
                               partial(on_response, cfg, bar, arrivals))
-        return [shape_reward(s, cfg) for s in samples]
+        return shape_rewards(samples, cfg)
 
     samples = draw(dict(enumerate(batch)))
-    measure_samples(meter, samples, REWARD_PARTS)
+    measure_samples(meter, samples, part_names(cfg))
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
@@ -294,43 +304,28 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
     return bool(dist.stop_signal) and cfg.tp == 1
 
 
-def overlong(s: Sample, cfg: Config) -> float:
-    """DAPO's penalty for a response near the length limit (arXiv 2503.14476, eq. 13)."""
-    if not cfg.overlong_buffer:
-        return 0.0
-    return grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer)
-
-
-# What training adds to the graded reward, by name. Each is logged as reward/NAME.
-REWARD_PARTS = {"overlong": overlong}
-
-
-def shape_reward(s: Sample, cfg: Config) -> Sample:
-    """The sample with its reward parts. With --mask_truncated, a truncated one does not enter the loss."""
-    parts = {name: part(s, cfg) for name, part in REWARD_PARTS.items()}
-    return replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated)
-
-
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
              draw: Callable[..., list[Sample]]) -> tuple[list[Problem], list[Sample]]:
-    """Replace prompts whose samples all score the same, and so teach nothing, for up to --resample_rounds
-    rounds (DAPO's dynamic sampling). Prompts that are uniform after that stay, with advantage 0."""
+    """Replace prompts whose responses are all right or all wrong, before any penalty, for up to
+    --resample_rounds rounds (DAPO's dynamic sampling, eq. 11). Those that are left after that stay."""
     cfg, batch = run.cfg, list(batch)
-    for round in range(1, cfg.resample_rounds + 1):
-        keep = grpo.keep_groups(group_scores(samples, cfg))
+    for round in range(1, cfg.resample_rounds + 2):
+        keep = grpo.keep_groups(of_groups([s.reward for s in samples], cfg))
         uniform = torch.zeros(len(batch), dtype=torch.int64)
         uniform[[s.prompt_id for s in samples[::cfg.samples_per_prompt]]] = 1 - keep.long()
         replaced = dist.all_sum(uniform).nonzero()[:, 0].tolist()
         if not replaced:
             return batch, samples
+        if round > cfg.resample_rounds:
+            break
         replacements = replacement_batch(run.problems, step, round, cfg)
         for prompt_id in replaced:
             batch[prompt_id] = replacements[prompt_id]
         drawn = draw({prompt_id: batch[prompt_id] for prompt_id in replaced}, round)
         drawn += [s for s in samples if s.prompt_id not in replaced]
         samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
-    run.log.alarm(f"step {step}: some prompts are still uniform after {cfg.resample_rounds} rounds "
-                  "(--resample_rounds) and train with advantage 0: the data is too easy or too hard")
+    run.log.alarm(f"step {step}: {len(replaced)} of {len(batch)} prompts are still uniform after "
+                  f"{cfg.resample_rounds} rounds (--resample_rounds): the data is too easy or too hard")
     return batch, samples
 
 
@@ -359,16 +354,22 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 # --- packs and advantages
 
 
-def group_scores(samples: Sequence[Sample], cfg: Config) -> Tensor:
-    """(P, n) scores of the samples of each prompt."""
-    groups = len(samples) // cfg.samples_per_prompt
-    return torch.tensor([s.score for s in samples], dtype=torch.float64).view(groups, cfg.samples_per_prompt)
+def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
+    """(P, n) values of the samples of each prompt."""
+    return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Each sample with its advantage over the other samples of its prompt. All of them are on this rank."""
-    advantages = grpo.group_advantages(group_scores(samples, cfg), cfg.advantage).flatten().tolist()
-    return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
+    """Each sample with its advantage over the other samples of its prompt. All of them are on this rank. With
+    --drop_uniform, the samples of a prompt that all score the same do not enter the loss."""
+    scores = of_groups([s.score for s in samples], cfg)
+    advantages = grpo.group_advantages(scores, cfg.advantage)
+    keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
+    if cfg.advantage == "group_mean_batch_std":
+        kept = advantages.flatten()[keep]
+        advantages /= grpo.batch_std(dist.all_sum(torch.stack([keep.sum(), (kept * kept).sum()])))
+    return [replace(s, advantage=a, in_loss=s.in_loss and k)
+            for s, a, k in zip(samples, advantages.flatten().tolist(), keep.tolist(), strict=True)]
 
 
 def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World, model: nn.Module,
@@ -383,6 +384,8 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
     layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2))
+    if cfg.aggregation == "prompt":
+        samples = add_prompt_shares(samples, keys, layout, cfg)
     minibatches = [[pack(some).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
@@ -390,9 +393,24 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     meter.add("tokens", sum(s.length for s in samples), 0)
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
     # A backward pass costs two forward passes. A critic takes one more forward pass, for its values.
-    passes = 3 + 3 + 1 if cfg.algo == "ppo" else 3
-    meter.add("flops", passes * forward_flops(unique, sum(s.length**2 for s in samples)), 0)
+    forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
+    meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)), 0)
     return minibatches
+
+
+def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[list[list[list[int]]]],
+                      cfg: Config) -> list[Sample]:
+    """Each sample with the weight of its tokens in a mean over each prompt's tokens, and then over prompts.
+    The prompts and tokens are those of its minibatch, on all ranks. keys and layout as in dist.balance."""
+    tokens, n = torch.zeros(cfg.samples_per_step, dtype=torch.int64), cfg.samples_per_prompt
+    tokens[keys] = torch.tensor([len(s.ids) * s.in_loss for s in samples], dtype=torch.int64)
+    tokens, share = dist.all_sum(tokens), torch.zeros(cfg.samples_per_step)
+    for ranks in layout:
+        chosen = torch.tensor([i for packs in ranks for indices in packs for i in indices])
+        of_prompt = torch.zeros(cfg.prompts_per_step).index_add(0, chosen // n, tokens[chosen].float())
+        prompts = (of_prompt > 0).sum().clamp(min=1)
+        share[chosen] = 1 / (of_prompt[chosen // n].clamp(min=1) * prompts)
+    return [replace(s, prompt_share=x) for s, x in zip(samples, share[keys].tolist(), strict=True)]
 
 
 def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
@@ -407,17 +425,18 @@ def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> M
 
 
 @torch.no_grad()
-def estimate_advantages(critic: Role, minibatches: Minibatches, cfg: Config,
+def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
     """Every pack with values, returns and GAE advantages. The advantages are whitened over the step. With
-    --kl_in reward the KL term is subtracted from the rewards first."""
+    --kl_in reward the KL term is subtracted from the rewards first. Without a critic all values are 0, so an
+    advantage is the return (REINFORCE++, 2501.03262)."""
     def estimate(p):
-        v, rewards = values(critic.model, p), p.rewards
+        v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
             kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
-        for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)):
+        for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
             x = x[p.mask].double()
             meter.add(name, x.sum(), len(x))
             meter.add(f"{name}²", (x * x).sum(), len(x))  # for the explained variance
@@ -460,19 +479,20 @@ BARS = {
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
     """The step's updates of policy or critic. `pack_loss` is policy_pack_loss or critic_pack_loss."""
-    updates = updates_of(minibatches, getattr(cfg, f"{role.name}_updates"))
+    updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     title = {"policy": "Actor", "critic": "Critic"}[role.name]
-    with log.bar(f"{title} Train epoch [1/1]", sum(map(len, updates))) as bar:
-        for i, packs in enumerate(updates):
-            denominators, lr = counts(packs), cfg.lr(role.name, step, i)
-            meter.add(f"lr/{role.name}", lr, 1)
-            for p in packs:
-                pack_loss(role.model, p, *denominators, cfg, meter).backward()
-                if not bar.disable:
-                    bar.set_postfix({label: f"{meter.mean(metric):.3g}"
-                                     for label, metric in BARS[role.name].items()})
-                bar.update()
-            update(role, packs, lr, step, cfg, meter, log)
+    for n in range(passes):
+        with log.bar(f"{title} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
+            for i, packs in enumerate(updates, n * len(updates)):
+                denominators, lr = counts(packs), cfg.lr(role.name, step, i)
+                meter.add(f"lr/{role.name}", lr, 1)
+                for p in packs:
+                    pack_loss(role.model, p, *denominators, cfg, meter).backward()
+                    if not bar.disable:
+                        bar.set_postfix({label: f"{meter.mean(metric):.3g}"
+                                         for label, metric in BARS[role.name].items()})
+                    bar.update()
+                update(role, packs, lr, step, cfg, meter, log)
 
 
 def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
@@ -495,7 +515,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     else:
         segment = ppo.segment_ids(p.cu_seqlens)
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
-                                     cfg.max_response_len)
+                                     cfg.max_response_len, p.prompt_share)
         loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
                                          cfg.clip_low, cfg.clip_high, weight)
     n = p.mask.sum()
@@ -569,6 +589,9 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
             "cache, another temperature, another dtype",
             "a fix, or a larger --max_logp_gap for a rough dtype")
+    if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
+        for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
+            log.alarm(f"grading failed: {ascii(error)}", step)
     log.alarm(ledger.pending_warning(metrics["mem/residual_gb"]))
     log.alarm(run.saver.pending_warning())
     return dist.stop_requested()

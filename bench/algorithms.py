@@ -35,8 +35,9 @@ from log import read_metrics
 from tiny import build
 
 HARD = "-3-digits"  # ending of the names of runs on sums of three digits
-PRESET_OF = {"grpo": "open-r1-7b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b
-NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo")
+PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b
+NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
+         "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
 # What tells the members of the GRPO family apart: fields of their presets.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
@@ -46,8 +47,9 @@ RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], fie
 def configs(steps: int) -> dict[str, Config]:
     """The compared runs, at the demo's size: PPO, and each recipe of grpo.py as its paper has it."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
-    additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16), "gspo": dict(policy_updates=2),
-                 "cispo": dict(policy_updates=2)}
+    additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
+                 "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
+                 "scale-rl": dict(policy_updates=2, drop_uniform=True)}
     found = {"ppo": replace(tiny, algo="ppo", critic_updates=4)}
     for name, fields in RECIPES.items():
         found[name] = replace(tiny, **fields, **additions.get(name, {}))

@@ -61,7 +61,7 @@ def descriptors(grader: Grader) -> list[int]:
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:
     """Print the speed on typical answers; whether all grades are right."""
     cases = typical(count)
-    to_workers = sum(reward._quick(answer, gold, "math") is None for answer, gold, _ in cases)
+    to_workers = sum(reward.quick_grade(answer, gold) is None for answer, gold, _ in cases)
     start = time.perf_counter()
     for i, (answer, gold, _) in enumerate(cases):
         grader.submit(i, box(answer), gold, True)

@@ -97,7 +97,7 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
             PRESETS["tiny-grpo"],
             model=base,
             data=(f"{base}/train.jsonl",),
-            reward=f"{out}/reward.py:{reward}",
+            reward=(f"{out}/reward.py:{reward}",),
             go=True,
             seed=seed,
             dtype=dtype,

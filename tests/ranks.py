@@ -116,6 +116,23 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     return first
 
 
+def resolved(name: str) -> str:
+    """What model.resolve returns, or its error."""
+    dist.init("cpu", "float32")
+    try:
+        return model.resolve(name)
+    except UserError as e:
+        return str(e)
+
+
+def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
+    """Log-probs of make_samples(5) by each of these models, sharded over the ranks."""
+    world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
+    shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
+    with torch.no_grad():
+        return [model.logprobs(model.load_policy(path, "cpu", shard_fn), p, 0.7)[0] for path in paths]
+
+
 def in_bf16(path: str) -> tuple[float, bool]:
     """Compute log-probs in bf16. Returns their largest difference from those in fp32, and whether weights and
     gradients are fp32."""
@@ -286,3 +303,29 @@ def mistakes(commands: list[list[str]]) -> list[str]:
         except UserError as e:
             messages.append(str(e))
     return messages
+
+
+def first_rows(cfgs):
+    """The metrics of each run, which are started one after the other in this process."""
+    from log import read_metrics
+
+    out = []
+    for cfg in cfgs:
+        main(cfg)
+        out.append(read_metrics(Path(cfg.out)))
+    return out
+
+
+def gold_check(cfg) -> list[str]:
+    """What check_gold says of cfg's data, and the message that it raises, if any."""
+    from rollout import make_grader
+
+    world, said = dist.init("cpu", "float32"), []
+    problems = data.load_problems(cfg.data, model.load_tokenizer(cfg.model), cfg, lambda text: None)
+    with make_grader(cfg) as grader:
+        try:
+            checks.check_gold(problems, grader, cfg, world, said.append)
+        except UserError as e:
+            said.append(f"refused: {e}")
+    dist.gather(None)
+    return said

@@ -1,11 +1,13 @@
 """The command line: which value wins, and one line with the nearest name for a mistake."""
 
 import dataclasses
+import math
 import re
 
 import pytest
 from conftest import ROOT
 
+import configs
 from checks import check_ranks
 from configs import PRESETS, Config, UserError, parse
 
@@ -96,3 +98,18 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
         if isinstance(value, int | float) and not isinstance(value, bool):
             assert f"{meaning} (default: {value})" in flat, f.name
     assert all(name in shown for name in PRESETS)
+
+
+def test_a_number_out_of_its_range_is_one_line():
+    """Every setting that is a number, or several, refuses what lies outside of its range, and infinity."""
+    allowed = configs.ranges()
+    numbers = {f.name for f in dataclasses.fields(configs.Config)
+               if re.search(r"\bint|float|Count|Amount|Positive|NotNegative|Share|Part|Beta", str(f.type))}
+    assert allowed.keys() == numbers and len(numbers) > 40
+    for name, only in allowed.items():
+        default = getattr(PRESETS["tiny-ppo"], name)
+        outside = [only.low - 1, math.nan, math.inf, -math.inf, *[only.low] * only.above,
+                   *[only.high] * only.below, *[only.high + 1] * (only.high < math.inf)]
+        for x in outside:
+            with pytest.raises(UserError, match=f"^--{name} is .*; needed: --{name} "):
+                dataclasses.replace(PRESETS["tiny-ppo"], **{name: (x,) if isinstance(default, tuple) else x})

@@ -66,7 +66,9 @@ def test_long_and_repeated_prompts_are_dropped_and_counted(tiny, tmp_path):
 
 def test_the_orz_prompt_ends_at_think(tiny):
     tokenizer = load_tokenizer(tiny)
-    text = tokenizer.decode(data.prompt_encoder("orz", tokenizer)("What is 1+1?"))
+    conversation = [{"role": "user", "content": "What is 1+1?"}]
+    (ids,) = data.prompt_encoder("orz", tokenizer)([conversation])
+    text = tokenizer.decode(ids)
     assert text.startswith("A conversation between User and Assistant.")
     assert text.endswith("Assistant: <think>")
     assert "This is the problem:\nWhat is 1+1?\n" in text

@@ -21,18 +21,16 @@ from log import read_metrics
 
 # 1. OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
 OPO = [
-    ("configs.py", '"leave_one_out"]', '"leave_one_out", "length_weighted"]'),
+    ("configs.py", '"return_whiten"]', '"return_whiten", "length_weighted"]'),
     ("grpo.py", 'kind: str = "group_mean_std") ->',
      'kind: str = "group_mean_std", lengths: Tensor | None = None) ->'),
-    ("grpo.py", '    elif kind not in ("group_mean", "group_mean_whiten"):',
+    ("grpo.py", '    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):',
      '    elif kind == "length_weighted":\n'
      "        centred = rewards - (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
-     '    elif kind not in ("group_mean", "group_mean_whiten"):'),
-    ("train.py", "    advantages = grpo.group_advantages(group_scores(samples, cfg), cfg.advantage)"
-     ".flatten().tolist()",
-     "    rewards = group_scores(samples, cfg)\n"
-     "    lengths = torch.tensor([len(s.ids) for s in samples], dtype=torch.float64).view_as(rewards)\n"
-     "    advantages = grpo.group_advantages(rewards, cfg.advantage, lengths).flatten().tolist()"),
+     '    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):'),
+    ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
+     "    lengths = of_groups([len(s.ids) for s in samples], cfg)\n"
+     "    advantages = grpo.group_advantages(scores, cfg.advantage, lengths)\n"),
 ]
 
 # 1. SAPO (2511.20347): a sigmoid instead of a clip. It closes a little sooner for negative advantages.
@@ -75,10 +73,10 @@ RMSPROP = [
 
 # 9. A reward part that grows with the response's length.
 BREVITY = [
-    ("train.py", '\nREWARD_PARTS = {"overlong": overlong}\n',
-     "\ndef brevity(s: Sample, cfg: Config) -> float:\n"
-     "    return -0.001 * len(s.ids)\n\n"
-     'REWARD_PARTS = {"overlong": overlong, "brevity": brevity}\n'),
+    ("rollout.py", "\nREWARD_PARTS = {\n",
+     "\ndef brevity(group: Sequence[Sample], cfg: Config) -> list[float]:\n"
+     "    return [-0.001 * len(s.ids) for s in group]\n\n"
+     'REWARD_PARTS = {"brevity": brevity,\n'),
 ]
 
 # 11. Train only the layers after the first 20 (of the tests' model: after the first one).
@@ -319,7 +317,7 @@ def test_another_stop_rule(base, tmp_path):
     """The run stops after the first step whose reward is over 0.99. That step is saved, and exports."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
-    rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=f"{tmp_path}/late.py:late")
+    rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))
     assert 2 < len(rows) < 9 and [r["step"] for r in rows] == list(range(len(rows)))
     assert rows[-1]["reward"] > 0.99 and all(r["reward"] <= 0.99 for r in rows[:-1])
     assert ckpt.complete(out)[-1] == ckpt.step_folder(out, len(rows)) and not (out / "export").exists()
@@ -350,7 +348,8 @@ def test_a_second_reward_part(base, tmp_path):
     """The part is logged as reward/brevity. Training maximises the sum: with lambda and gamma 1, the return
     of every token is its sample's score."""
     out = tmp_path / "run"
-    rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2)
+    reward = (*base.reward, "brevity")
+    rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2, reward=reward)
     for step in (0, 1):
         samples = samples_at(out, step)
         lengths = [s["tokens"] for s in samples]
@@ -359,7 +358,7 @@ def test_a_second_reward_part(base, tmp_path):
         assert row["reward"] == pytest.approx(sum(s["reward"] for s in samples) / 32)
         assert row["reward/brevity"] == pytest.approx(-0.001 * sum(lengths) / 32)
         assert row["returns"] == pytest.approx(total / sum(lengths), rel=1e-4)
-        assert row["reward/overlong"] == 0
+        assert row["score"] == pytest.approx(row["reward"] + row["reward/brevity"])
 
 
 def test_a_part_of_the_layers(base, tmp_path):

@@ -200,7 +200,8 @@ ROWS = [line.split(" | ") for line in METRICS.strip().splitlines()]
 ONLY = {
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
-    "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
+    "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
+    "reward/<part>/failed": dict(overlong_buffer=8)}
 ELSEWHERE = {"mfu", "time/selfcheck"}  # CUDA's, and vLLM's
 
 

@@ -4,6 +4,7 @@ The references compute one sequence at a time in float64. They are written from 
 from the code under test.
 """
 
+import itertools
 import math
 
 import pytest
@@ -93,6 +94,28 @@ def test_gae_without_discount_is_score_minus_value():
         close("return = score", ret[mask], score[mask])
 
 
+def test_gae_steps_over_tokens_that_the_policy_did_not_sample():
+    """A gap in the mask changes nothing: the steps on its two sides are neighbours, and a reward in it
+    belongs to the step before it."""
+    for seed in range(CASES):
+        lengths, mask, cu, g = ragged(seed)
+        mask = mask & (torch.rand(len(mask), generator=g) < 0.7)
+        rewards, values = normal(g, len(mask)), normal(g, len(mask))
+        adv, ret = ppo.gae(rewards, values, cu, mask, 0.9, 0.8)
+        assert not adv[~mask].any() and not ret[~mask].any()
+        for start, end in itertools.pairwise(cu.tolist()):
+            want, later, next_value, reward = [], 0.0, 0.0, 0.0
+            for t in reversed(range(start, end)):
+                reward += float(rewards[t])
+                if mask[t]:
+                    later = reward + 0.9 * next_value - float(values[t]) + 0.9 * 0.8 * later
+                    next_value, reward = float(values[t]), 0.0
+                    want.insert(0, later)
+            inside = mask[start:end]
+            if want:
+                close("gae over gaps", adv[start:end][inside], torch.tensor(want, dtype=torch.float64))
+
+
 def test_gae_of_a_pack_of_one_masked_token_is_zero():
     """A rank with fewer samples than the others runs such packs."""
     token, cu = torch.ones(1), torch.tensor([0, 1], dtype=torch.int32)
@@ -180,7 +203,8 @@ def test_value_loss(clip):
         compare(f"ppo.value_loss, clip {clip}", ours, naive, v)
 
 
-@pytest.mark.parametrize("kind", ["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out"])
+@pytest.mark.parametrize("kind", ["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out",
+                                  "group_mean_batch_std"])
 def test_group_advantages(kind):
     for seed in range(CASES):
         g = torch.Generator().manual_seed(seed)
@@ -238,11 +262,12 @@ def test_grpo_family(name):
                     else:
                         inner = inner + clipped(rho, a[t], low, high)
                 denominators = {"token": tokens, "response": responses * len(lp),
-                                "max_len": responses * max_len}
+                                "max_len": responses * max_len, "prompt": 3 * 4}
                 total = total + inner / denominators[aggregation]
             return total
 
-        weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len)
+        share = torch.full((len(mask),), 1 / (3 * 4))  # 3 prompts, of 4 tokens each
+        weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len, share)
 
         def ours(x, old=old, adv=adv, mask=mask, segment=segment, weights=weights):
             return grpo.policy_loss(x, old, adv, mask, segment, weights, ratio, low, high)[0]

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from conftest import maths, run, run_ranks
 import data
 import log
 import rollout
-from configs import PRESETS, UserError, parse, read_jsonl
+from configs import OPEN_R1_SYSTEM, PRESETS, UserError, parse, read_jsonl
+from model import load_tokenizer
+from tiny import build
 
 # The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
 ORZ = dict(
@@ -26,7 +29,8 @@ ORZ = dict(
     model_len=8192, pack_len=16384, temperature=1.0, stop=("User:", "Human:", "Assistant:", "</answer>"),
     gamma=1.0, lam=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2, kl_coef=0.0, kl_estimator="k3",
     entropy_coef=0.0, epochs=20, save_every=50, eval_every=10, engine_share=0.7, tp=1, tis_clip=2.0,
-    ref_refresh=True, resample_rounds=0, overlong_buffer=0, mask_truncated=False)
+    ref_refresh=True, resample_rounds=0, overlong_buffer=0, mask_truncated=False, passes_per_step=1,
+    nonstop_penalty=0.0, drop_uniform=False, extractor=("orz",), reward=("math",), system_prompt="")
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 TABLE = {
@@ -37,33 +41,122 @@ TABLE = {
     "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
                           eval_response_len=32768),
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
-    "dapo-7b": GRPO | dict(clip_high=0.28, resample_rounds=4, overlong_buffer=1600),
+    "dapo-7b": GRPO | dict(
+        template="chat", extractor=("dapo",), stop=(), prompts_per_step=512, samples_per_prompt=16,
+        policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096, max_response_len=20480,
+        model_len=22528, pack_len=22528, warmup_updates=20 * 16, reward=("math=2",)),
     "dr-grpo-7b": GRPO | dict(advantage="group_mean", aggregation="max_len"),
     "rloo-7b": GRPO | dict(advantage="leave_one_out"),
-    "reinforce++-7b": GRPO | dict(advantage="group_mean_whiten"),
+    "reinforce++-7b": GRPO | dict(advantage="return_whiten", samples_per_prompt=1, prompts_per_step=1024,
+                                  kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
+    "reinforce++-baseline-7b": GRPO | dict(advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
+                                           ref_refresh=False),
     "gspo-7b": GRPO | dict(ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                            policy_updates=4),
-    "cispo-7b": GRPO | dict(ratio="clipped", policy_updates=4),
-    "open-r1-7b-grpo": GRPO | dict(template="chat", samples_per_prompt=16, aggregation="response", epochs=1),
-    "rlvr-8b": ORZ | dict(template="chat", kl_coef=0.05, critic_updates=4, policy_updates=4, epochs=0,
-                          total_episodes=10_000_000, samples_per_prompt=4, max_response_len=2048,
-                          model_len=4096, ref_refresh=False),
+    "cispo-7b": GRPO | dict(ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0),
+    "scale-rl-7b": GRPO | dict(
+        advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
+        clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
+        max_response_len=14336, model_len=16384, policy_lr=5e-7, warmup_updates=100, weight_decay=0.01),
+    "open-r1-1.5b-grpo": GRPO | dict(
+        template="chat", system_prompt=OPEN_R1_SYSTEM, reward=("math", "format", "tags"),
+        extractor=("answer_tag",), stop=(), epochs=1,
+        prompts_per_step=7 * 16 * 4 // 16, samples_per_prompt=16, aggregation="response", max_prompt_len=512,
+        max_response_len=1024, model_len=1536, pack_len=10048, policy_lr=2e-5, lr_decay="cosine",
+        warmup_updates=0.1, betas=(0.9, 0.999)),
+    "rlvr-8b": ORZ | dict(
+        template="chat", reward=("math=10",), nonstop_penalty=10.0, stop=(), kl_coef=0.05, kl_in="reward",
+        kl_estimator="k1", ref_refresh=False, lam=0.95, prompts_per_step=7 * 32, samples_per_prompt=1,
+        critic_updates=1, passes_per_step=4, max_response_len=2048, model_len=4096, policy_lr=3e-7,
+        critic_lr=3e-7, lr_decay="linear", warmup_updates=0, betas=(0.9, 0.999), epochs=0,
+        total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number")),
 }
-LAYOUTS = {
-    "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
-    "production": dict(ranks=32, prompts_per_step=128, samples_per_prompt=64, critic_updates=12,
-                       engine_share=0.7),
-}
+PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # others: 32
+DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """The preset has every number of its table. A layout changes the layout's own fields and nothing else."""
+    """The preset has every number of its table. A layout sets the number of ranks; the debug layout also sets
+    ORZ's batch for debugging, on ORZ's own presets and no others."""
     preset, want = PRESETS[name], TABLE[name]
     assert {k: getattr(preset, k) for k in want} == want
-    for layout, changes in LAYOUTS.items():
-        cfg = parse([name, "--layout", layout])
-        assert {k: getattr(cfg, k) for k in want | changes} == want | changes
+    production, debug = (parse([name, "--layout", layout]) for layout in ("production", "debug"))
+    assert (production.ranks, debug.ranks) == (PRODUCTION_RANKS.get(name, 32), 8)
+    assert {k: getattr(production, k) for k in want} == want
+    want = want | (DEBUG if name.startswith("orz-") else {})
+    assert {k: getattr(debug, k) for k in want} == want
+
+
+# What tells each preset from the others: fields, and values that would make it another algorithm.
+TERMS = {
+    "orz-7b-grpo": [dict(advantage="group_mean")],
+    "dapo-7b": [dict(clip_high=0.2), dict(policy_updates=1), dict(overlong_buffer=0), dict(resample_rounds=0),
+                dict(aggregation="response"), dict(reward=("digits",))],
+    "dr-grpo-7b": [dict(advantage="group_mean_std"), dict(aggregation="token")],
+    "rloo-7b": [dict(advantage="group_mean")],
+    "reinforce++-7b": [dict(kl_coef=0.0), dict(kl_in="loss"), dict(kl_estimator="k2")],
+    "reinforce++-baseline-7b": [dict(kl_coef=0.0), dict(kl_estimator="k3"), dict(advantage="group_mean")],
+    "gspo-7b": [dict(ratio="token"), dict(aggregation="token"), dict(clip_high=0.2, clip_low=0.2)],
+    "cispo-7b": [dict(ratio="token"), dict(clip_high=0.2), dict(policy_updates=1)],
+    "scale-rl-7b": [dict(advantage="group_mean"), dict(aggregation="token"), dict(drop_uniform=False),
+                    dict(ratio="token")],
+    "open-r1-1.5b-grpo": [dict(aggregation="token"), dict(lr_decay="constant")],
+    "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss"), dict(nonstop_penalty=0.0),
+                dict(lam=1.0), dict(reward=("digits",))],
+}
+
+
+def analogue(name, base, folder):
+    """The preset's algorithm on the tests' tiny model. Rates, lengths and batch are made smaller."""
+    preset = PRESETS[name]
+    sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
+        samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
+        critic_lr go out save_every epochs total_episodes checkpoint_activations""".split()
+    weight = preset.reward[0].partition("=")[2] or "1"
+    (folder / "some.py").write_text(
+        "def digits(response, answer, kind):\n"
+        "    return 0.0 if int(answer) % 3 else sum(c.isdigit() for c in response) / max(len(response), 1)\n")
+    return dataclasses.replace(
+        preset, **{k: getattr(base, k) for k in sizes}, steps=2, eval_every=0, warmup_updates=0,
+        policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
+        resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
+        kl_coef=500 * preset.kl_coef, reward=(f"{folder}/some.py:digits={weight}",))
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
+    """Without any one of its distinguishing terms, the preset's analogue is another run."""
+    whole = analogue(name, base, tmp_path)
+    changes = [{k: (v if k != "reward" else (f"{tmp_path}/some.py:{v[0]}",)) for k, v in term.items()}
+               for term in TERMS[name]]
+    cfgs = [dataclasses.replace(whole, **change, out=f"{tmp_path}/{i}")
+            for i, change in enumerate([{}, *changes])]
+    first, *others = run_ranks(1, ranks.first_rows, cfgs)[0]
+    keys = ("policy_loss", "grad_norm/policy", "entropy", "score", "clip_share")
+    for change, rows in zip(TERMS[name], others, strict=True):
+        pairs = [(a[key], b[key]) for a, b in zip(first, rows, strict=True) for key in keys if key in a]
+        assert any(abs(a - b) > 1e-3 * max(abs(a), abs(b), 1e-6) for a, b in pairs), change
+
+
+@pytest.mark.parametrize("name,style,steps", [("open-r1-1.5b-grpo", "open-r1", 10),
+                                              ("rlvr-8b", "rlvr", 16)])
+def test_recipes_for_chat_models_learn(name, style, steps, tmp_path):
+    """A tiny chat model that answers in the recipe's own format, half of the time with a guess, learns to
+    work sums out. Prompt, extractor, rewards and algorithm are those of the preset, sizes and rates those of
+    the demo."""
+    model = build(f"{tmp_path}/model", style=style)
+    sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
+        betas checkpoint_activations warmup_updates""".split()
+    cfg = dataclasses.replace(
+        PRESETS[name], **{k: getattr(PRESETS["tiny-ppo"], k) for k in sizes}, model=model, steps=steps,
+        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/eval.jsonl",), eval_every=steps, save_every=0,
+        eval_samples=(1,), epochs=0, total_episodes=0, max_prompt_len=32, max_response_len=56)
+    if PRESETS[name].samples_per_prompt == 1:
+        cfg = dataclasses.replace(cfg, samples_per_prompt=1, prompts_per_step=192)
+    rows, _ = run(cfg, tmp_path / "run", ranks=2)
+    first, *_, last = [row["eval/eval/avg@1"] for row in rows if "eval/eval/avg@1" in row]
+    assert first <= 0.6 and last >= 0.9
 
 
 # --- data
@@ -96,11 +189,11 @@ def test_a_row_may_say_how_it_is_graded(tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "x", "reward": "exact"},
             {"prompt": [{"from": "human", "value": "c"}], "final_answer": "B", "choices": ["1", "2"]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    cfg = dataclasses.replace(PRESETS["tiny-ppo"], data=(f"{tmp_path}/a.jsonl",), max_prompt_len=16,
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], data=(f"{tmp_path}/a.jsonl",), max_prompt_len=24,
                               data_weights=(0.5,))
 
-    def tokenizer(text):
-        return SimpleNamespace(input_ids=[1] * len(text))
+    def tokenizer(texts):
+        return SimpleNamespace(input_ids=[[1] * len(text) for text in texts])
 
     found = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
     assert [(p.kind, p.weight) for p in found] == [("math", 0.5), ("exact", 0.5), ("choice", 0.5)]
@@ -115,6 +208,63 @@ def test_a_flag_with_a_value_per_file_needs_as_many_values_as_files():
         with pytest.raises(UserError, match="values for . files"):
             parse(["tiny-ppo", *argv])
     assert parse(["tiny-ppo", "--eval_data", "a", "b", "--eval_samples", "16", "4"]).eval_samples == (16, 4)
+
+
+def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
+    """Rows name their data set. Its function replaces the comparison, and its extractor the usual one. Rows
+    that only a function can grade are refused without one."""
+    (tmp_path / "mine.py").write_text("def follows(response, answer, kind):\n    return 0.25\n")
+    cfg = dataclasses.replace(base, extractor=("boxed", "GSM8K=last_number"),
+                              reward=("math=3", f"ifeval@{tmp_path}/mine.py:follows", "format"))
+    terms = rollout.terms_of(cfg)
+    chosen = {name: [t.name for t in rollout.graders_of(name, terms)] for name in ("", "math", "IFEval")}
+    assert chosen == {"": ["accuracy"], "math": ["accuracy"], "IFEval": ["ifeval"]}
+    texts = {("gsm8k", 0): "so it is 12.", ("math", 1): "so it is 12.", ("IFEval", 2): "so it is 12."}
+    found = {i: data.Problem("?", (1,), "12", dataset=name) for name, i in texts}
+
+    class Engine:
+        def __init__(self):
+            self.cfg = cfg
+
+        def generate(self, prompts, *_):
+            for i in prompts:
+                yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
+
+    with rollout.make_grader(cfg) as grader:
+        samples = rollout.rollout(Engine(), grader, found, 1, 1.0, 8, (0,), 0)
+    assert [(s.reward, s.weight, s.answer) for s in samples] == [(1.0, 3.0, "12"), (0.0, 3.0, None),
+                                                                 (0.25, 1.0, None)]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "dataset": "ifeval"}\n')
+    rows = data.load_problems([f"{tmp_path}/rows.jsonl"], load_tokenizer(tiny), cfg, lambda text: None)
+    rollout.check_graders(rows, cfg)
+    with pytest.raises(UserError, match="rows of data set 'ifeval' have no answer to compare"):
+        rollout.check_graders(rows, dataclasses.replace(cfg, reward=("math",)))
+
+
+@pytest.mark.parametrize("reward,words", {
+    ("maths",): "no reward 'maths' (did you mean math?)", ("math=x",): "weight 'x'",
+    ("math", "exact"): "two parts of one name", ("format",): "no grader", ("overlong",): "no reward",
+    ("math", "a.py:f", "b.py:f"): "two parts of one name"}.items())
+def test_a_wrong_reward_is_one_line(base, reward, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        rollout.terms_of(dataclasses.replace(base, reward=reward))
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["tiny-grpo", "--lam", "0.9"], "--lam has no effect"), (["tiny-ppo", "--ratio", "token"], "--algo grpo"),
+    (["tiny-grpo", "--clip_high", "0.28"], "--policy_updates 2"),
+    (["tiny-ppo", "--kl_in", "loss"], "--kl_coef"), (["orz-7b", "--lr_end", "1e-7"], "--lr_decay linear")])
+def test_a_flag_without_an_effect_is_refused(argv, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        parse(argv)
+
+
+def test_a_cosine_falls_to_its_end_and_a_warm_up_may_be_a_share():
+    cfg = dataclasses.replace(PRESETS["open-r1-1.5b-grpo"], steps=100, policy_lr=1.0, lr_end=0.1, epochs=0)
+    rates = [cfg.lr("policy", step, 0) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[54] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 # --- the numbers of an evaluation
@@ -170,18 +320,16 @@ def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     """DAPO's penalty falls from 0 to -1 over the buffer and enters the pack's rewards. A response that is
     left out of the loss adds to no count."""
-    import train
-
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
-    shaped = [train.shape_reward(s, cfg) for s in samples]
+    shaped = rollout.shape_rewards(samples, cfg)
     assert [s.parts.get("overlong", 0) for s in shaped] == [0, 0, -0.5, -1]
     assert [s.in_loss for s in shaped] == [True, True, True, False]
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    plain = train.shape_reward(sample(48, 0.0, stopped=False), PRESETS["tiny-grpo"])
-    assert not any(plain.parts.values()) and plain.in_loss
+    (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
+    assert not plain.parts and plain.in_loss
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
@@ -192,7 +340,7 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n")
     cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, resample_rounds=2, steps=1, eval_data=(),
-                              reward=f"{tmp_path}/r.py:some")
+                              reward=(f"{tmp_path}/r.py:some",))
     two = run_ranks(2, ranks.resampled, dataclasses.replace(cfg, out=f"{tmp_path}/2"))
     one = run_ranks(1, ranks.resampled, dataclasses.replace(cfg, out=f"{tmp_path}/1"))[0]
     first, last, rewards = one["drawn"], one["prompts"], one["rewards"]
@@ -227,7 +375,8 @@ def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
     for count in (1, 2):
         out = tmp_path / str(count)
         argv = [tiny, base.data[0], "--template", "plain", "--eval_samples", "4", "--max_response_len", "24",
-                "--pack_len", "64", "--max_model_len", "0", "--max_prompt_len", "16", "--reward", base.reward,
+                "--pack_len", "64", "--max_model_len", "0", "--max_prompt_len", "16",
+                "--reward", *base.reward,
                 "--out", str(out), "--device", "cpu", "--dtype", "float32"]
         run_ranks(count, rollout.main, argv)
         scores.append(json.loads((out / "scores.json").read_text()))

@@ -61,10 +61,26 @@ def test_the_exports_load_in_transformers(two_ranks):
 
 
 def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(base, tmp_path):
-    cfg = dataclasses.replace(base, reward=base.reward.replace("digits", "broken"), steps=1, eval_every=0)
+    broken = (base.reward[0].replace("digits", "broken"),)
+    cfg = dataclasses.replace(base, reward=broken, steps=1, eval_every=0)
     rows, _ = run(cfg, tmp_path / "r")
     assert rows[0]["grade/error"] > 0 and rows[0]["reward"] == 0
     assert rows[0]["grade/error"] + rows[0]["grade/truncated"] == pytest.approx(1)
+    assert "no_such_attribute" in (tmp_path / "r" / "alarms.jsonl").read_text()
+
+
+def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
+    """The first grader is the reward. A part that raises is 0, and its errors are counted under its name."""
+    reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
+    cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
+    (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
+    assert row["reward"] > 0 and row["grade/error"] == 0
+    assert row["reward/broken"] == 0 and row["reward/broken/failed"] == 1 - row["truncated"]
+    assert row["reward/nonstop"] == -3 * row["truncated"] and row["reward/repetition"] <= 0
+    parts = [value for name, value in row.items() if name.startswith("reward/") and name.count("/") == 1]
+    assert row["score"] == pytest.approx(2 * row["reward"] + sum(parts))
+    assert row["returns"] != pytest.approx(row["reward"])
+    assert "no_such_attribute" in (tmp_path / "r" / "alarms.jsonl").read_text()
 
 
 def test_the_kl_to_the_reference_grows(base, tmp_path):
@@ -79,7 +95,7 @@ def test_the_kl_to_the_reference_grows(base, tmp_path):
     "row": (dict(data=("ROW",)), ["row 2", "no answer"]),
     "long": (dict(max_prompt_len=2), ["longer than --max_prompt_len 2"]),
     "out": (dict(out="/dev/null/run"), ["can't write to /dev/null/run", "--out"]),
-    "reward": (dict(reward="/no/such.py:f"), ["/no/such.py"]),
+    "reward": (dict(reward=("/no/such.py:f",)), ["/no/such.py"]),
     "ranks": (dict(layout="production", ranks=32), ["32 ranks, and 2 were started"]),
 }.values())
 def test_a_mistake_is_one_line_on_every_rank(base, tmp_path, changes, words):
@@ -100,7 +116,7 @@ def test_a_mistake_on_the_command_line_is_one_line_on_stderr():
 
 
 @pytest.mark.parametrize("changes,words", [
-    (dict(reward="math"), ["all of the first 32 responses score 0", "needed: ", "--go"]),
+    (dict(reward=("math",)), ["all of the first 32 responses score 0", "needed: ", "--go"]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
     """All responses are wrong, or most are cut by length. The output shows three prompts and the grades. The
@@ -138,7 +154,7 @@ def test_typical_mistakes_say_what_was_found_and_what_is_needed(base, tiny, tmp_
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
     shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     stand_in = {"NOTOKENIZER": f"{tmp_path}/bare", "ROWS": f"{tmp_path}/rows.jsonl",
-                "REWARD:nothing": base.reward.replace(":digits", ":nothing")}
+                "REWARD:nothing": base.reward[0].replace(":digits", ":nothing")}
     common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--device", "cpu",
               "--dtype", "float32", "--out", f"{tmp_path}/o"]
     commands = [[*common, *(stand_in.get(a, a) for a in argv)] for argv, _ in TYPICAL.values()]
