@@ -24,6 +24,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +44,25 @@ def require(ok: bool, found: str, needed: str) -> None:
 
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
-    """Around a command's main: a UserError ends the process with status 1 and one line, printed by rank 0."""
+    """Around a command's main: a UserError ends the process with status 1 and one line, printed by the first
+    rank of each machine. torchrun shows it again as the last thing on the screen, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a response may hold what no terminal can show
+        stream.reconfigure(errors="backslashreplace")
     try:
         yield
     except UserError as e:
-        sys.exit(f"{prog}: {e}" if os.environ.get("RANK", "0") == "0" else 2)
+        line = f"{prog}: {e}"
+        tell_torchrun(line)
+        sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+
+
+def tell_torchrun(text: str) -> None:
+    """Write why this process ends to the file that torchrun reads. It shows the text of the first that
+    failed. (torch's `record` writes the same file; it needs torch, and shows a traceback.)"""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
 
 
 class Range(NamedTuple):
@@ -195,15 +210,19 @@ class Config:
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
                 f"a multiple of {least} instead of {most}")
-        if self.algo == "grpo" and self.advantage != "return_whiten":
+        if self.compares_samples:
             require(self.samples_per_prompt > 1, f"--samples_per_prompt is 1, and --advantage "
                     f"{self.advantage} compares the samples of one prompt",
                     "--samples_per_prompt 2 or more, --advantage return_whiten, or --algo ppo")
             require(self.kl_in == "loss", f"--kl_in reward needs per-token rewards, which --advantage "
                     f"{self.advantage} lacks", "--kl_in loss, or --advantage return_whiten")
         for name in ("resample_rounds", "drop_uniform"):
-            require(not getattr(self, name) or self.algo == "grpo", f"--{name} looks for prompts whose "
-                    "samples differ, and ppo compares with its critic", f"no --{name}, or --algo grpo")
+            require(not getattr(self, name) or self.compares_samples, f"--{name} looks for prompts whose "
+                    "samples differ, and this run does not compare them",
+                    f"no --{name}, or --algo grpo with another --advantage than return_whiten")
+        require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
+                "--kl_estimator k1 in the loss has a gradient without the reference in it",
+                "--kl_estimator k2 or k3, or --kl_in reward")
         require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")
@@ -217,6 +236,11 @@ class Config:
         require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
                 f"{self.samples_per_step} samples",
                 "fewer --critic_updates or --policy_updates, or more samples")
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether an advantage comes from the other samples of its prompt."""
+        return self.algo == "grpo" and self.advantage != "return_whiten"
 
     @property
     def model_len(self) -> int:
@@ -247,8 +271,10 @@ class Config:
         require(len(given) == 1, f"the length of the run is given {len(given)} times "
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
-        return self if self.steps else replace(
-            self, steps=-(-episodes // self.samples_per_step), epochs=0, total_episodes=0)
+        steps = self.steps or -(-episodes // self.samples_per_step)
+        require(self.freeze_policy_steps < steps, f"--freeze_policy_steps {self.freeze_policy_steps} of "
+                f"{steps} steps leaves none that trains the policy", "fewer of them, or a longer run")
+        return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
         """Learning rate of the `update`-th (from 0) optimizer step of `step`. It depends on the counts alone,
@@ -363,9 +389,12 @@ MAY_CHANGE = set("""
 def changed(old: dict, new: dict) -> list[str]:
     """`field: old -> new` for each field that makes config `new` (dataclasses.asdict) another algorithm than
     `old` (the same, read from JSON)."""
-    free = MAY_CHANGE - ({"steps"} if new["lr_decay"] != "constant" else set())
-    if old.get("layout") != new["layout"]:
-        free = free | {k for values in LAYOUTS.values() for k in values}
+    follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
+    free = MAY_CHANGE - ({"steps"} if follows_length else set())
+    layouts = [(config, LAYOUTS[config.get("layout", "any")]) for config in (old, new)]
+    if layouts[0][1] != layouts[1][1] and all(
+            config[k] == values[k] for config, values in layouts for k in values.keys() - MAY_CHANGE):
+        free = free | LAYOUTS["debug"].keys()  # what a layout sets may change with it, but not by a flag
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k not in free and k in old and old[k] != v]
 
@@ -456,6 +485,10 @@ EFFECTS = (
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
      "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),
+    ("ratio", lambda c: c.ratio != "clipped" or c.updates_per_step > 1,
+     "--policy_updates 2 or more, or --passes_per_step: with one update a step clipped is token"),
+    ("value_clip", lambda c: c.value_clip is None or c.critic_updates * c.passes_per_step > 1,
+     "--critic_updates 2 or more, or --passes_per_step: with one update a step nothing is clipped"),
 )
 
 

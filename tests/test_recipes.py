@@ -95,14 +95,14 @@ TERMS = {
                 dict(aggregation="response"), dict(reward=("digits",))],
     "dr-grpo-7b": [dict(advantage="group_mean_std"), dict(aggregation="token")],
     "rloo-7b": [dict(advantage="group_mean")],
-    "reinforce++-7b": [dict(kl_coef=0.0), dict(kl_in="loss"), dict(kl_estimator="k2")],
+    "reinforce++-7b": [dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k2"), dict(kl_estimator="k2")],
     "reinforce++-baseline-7b": [dict(kl_coef=0.0), dict(kl_estimator="k3"), dict(advantage="group_mean")],
     "gspo-7b": [dict(ratio="token"), dict(aggregation="token"), dict(clip_high=0.2, clip_low=0.2)],
     "cispo-7b": [dict(ratio="token"), dict(clip_high=0.2), dict(policy_updates=1)],
     "scale-rl-7b": [dict(advantage="group_mean"), dict(aggregation="token"), dict(drop_uniform=False),
                     dict(ratio="token")],
     "open-r1-1.5b-grpo": [dict(aggregation="token"), dict(lr_decay="constant")],
-    "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss"), dict(nonstop_penalty=0.0),
+    "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k3"), dict(nonstop_penalty=0.0),
                 dict(lam=1.0), dict(reward=("digits",))],
 }
 
@@ -253,10 +253,20 @@ def test_a_wrong_reward_is_one_line(base, reward, words):
 @pytest.mark.parametrize("argv,words", [
     (["tiny-grpo", "--lam", "0.9"], "--lam has no effect"), (["tiny-ppo", "--ratio", "token"], "--algo grpo"),
     (["tiny-grpo", "--clip_high", "0.28"], "--policy_updates 2"),
-    (["tiny-ppo", "--kl_in", "loss"], "--kl_coef"), (["orz-7b", "--lr_end", "1e-7"], "--lr_decay linear")])
+    (["tiny-ppo", "--kl_in", "loss"], "--kl_coef"), (["orz-7b", "--lr_end", "1e-7"], "--lr_decay linear"),
+    (["tiny-grpo", "--ratio", "clipped"], "clipped is token"),
+    (["tiny-ppo", "--value_clip", "0.1", "--critic_updates", "1"], "nothing is clipped"),
+    (["reinforce++-7b", "--drop_uniform"], "does not compare"),
+    (["reinforce++-7b", "--resample_rounds", "2"], "does not compare"),
+    (["tiny-grpo", "--kl_coef", "0.1", "--kl_estimator", "k1"], "k2 or k3")])
 def test_a_flag_without_an_effect_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)):
         parse(argv)
+
+
+def test_a_run_that_never_trains_its_policy_is_refused():
+    with pytest.raises(UserError, match="--freeze_policy_steps 5 of 5 steps"):
+        parse(["tiny-ppo", "--freeze_policy_steps", "5", "--steps", "5"]).with_steps(100)
 
 
 def test_a_cosine_falls_to_its_end_and_a_warm_up_may_be_a_share():
