@@ -1,16 +1,20 @@
 """Everything that refuses a run before it costs anything. Each check raises UserError, the same on every
 rank.
 
-In the order of a start: the same program on all ranks; a folder that all ranks share, with space on its disk
-(`preflight`); does the run fit on the devices (`check_fit`); can the gold answers be graded (`check_gold`);
-does the engine sample from the policy that is trained (`check_engine`); can the first responses teach
-anything (`first_look`)."""
+In the order of a start: the same program on all ranks; a folder that all ranks share and no other run uses,
+with space on its disk (`preflight`); the same data and weights on all ranks (`check_same`); does the run fit
+on the devices (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
+policy that is trained (`check_engine`); can the first responses teach anything (`first_look`)."""
 
+import atexit
 import hashlib
 import itertools
 import json
 import os
+import secrets
 import shutil
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +33,7 @@ import plan
 from configs import NODE, Config, UserError, require
 from data import Problem, Problems, Sample, fingerprint, pack
 from engine import Engine
-from model import load_config, load_tokenizer, logprobs
+from model import folder_fingerprint, load_config, load_tokenizer, logprobs
 from reward import MAX_ANSWER, Grader, grade, readers
 from rollout import CHECK, graders_of, terms_of
 
@@ -49,19 +53,15 @@ def check_ranks(cfg: Config, ranks: int) -> None:
             f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
 
 
-def preflight(cfg: Config, main: bool) -> Path:
-    """The run's folder as an absolute path. All ranks run the same program and see and can write the same
-    folder, and its disk has space for the checkpoints. Raises UserError, the same on every rank, with host
-    names."""
+def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
+    """The run's folder as an absolute path, and its lock. All ranks run the same program and see and can
+    write the same folder; no other run uses it, and its disk has space for the checkpoints. Raises UserError,
+    the same on every rank, with host names."""
     folder, host = Path(cfg.out).absolute(), os.uname().nodename
-    facts = dist.gather((host, program(cfg)))
-    main_host, expected = facts[0]
-    other = sorted({f"{h} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected[k])})"
-                    for h, found in facts if found != expected})
-    require(not other, f"not every rank runs what rank 0 on {main_host} runs: {', '.join(other)}",
-            "the same code, packages and command line on every machine")
+    lock, main_host = FolderLock(folder / "lock"), dist.gather(host)[0]
+    check_same("runs", program(cfg), "the same code, packages and command line on every machine")
     probe = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}"
-    agree(_make_folder(cfg, folder, probe) if main else "")
+    agree(_make_folder(cfg, folder, probe, lock) if main else "")
     own, error = folder / f".probe-{host}-{os.getpid()}", ""
     try:
         if not probe.exists():
@@ -75,7 +75,31 @@ def preflight(cfg: Config, main: bool) -> Path:
         probe.unlink()
     require(not errors, "; ".join(errors), "--out on a file system that all ranks share")
     agree(space_shortage(cfg, folder))
-    return folder
+    return folder, lock
+
+
+def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
+    """Raises UserError, naming the hosts, unless all ranks have the same facts. `does`: what every rank does
+    with them."""
+    every = dist.gather((os.uname().nodename, dict(facts)))
+    main_host, expected = every[0]
+    other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
+                    for host, found in every if found != expected})
+    require(not other, f"not every rank {does} what rank 0 on {main_host} {does}: {', '.join(other)}", needed)
+
+
+def read_files(cfg: Config, problems: Problems, held_out: Mapping[str, Problems]) -> dict[str, str]:
+    """Fingerprints of what this rank read or will read: problems and models, with their tokenizers."""
+    models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
+    return ({"--data": fingerprint(problems)}
+            | {f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
+            | {name: folder_fingerprint(path) for name, path in models.items() if path})
+
+
+def checkpoint_id(path: Path | None) -> str:
+    """Name and fingerprint of a complete checkpoint. A machine may have another on a disk of its own."""
+    mark = (path / "COMPLETE").read_bytes() if path else b""
+    return f"{path.name} {hashlib.sha256(mark).hexdigest()[:8]}" if path else "none"
 
 
 def agree(message: str) -> None:
@@ -94,18 +118,134 @@ def program(cfg: Config) -> dict[str, str]:
                             "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]}
 
 
-def _make_folder(cfg, folder, probe):
-    """Make the folder and a probe file in it. Returns an error message or ""."""
+def _make_folder(cfg, folder, probe, lock):
+    """Make the folder, take its lock, and make a probe file in it. Returns an error message or ""."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if cfg.resume == "never" and not restarted and any(folder.iterdir()):
+        found = sorted({path.name for path in folder.iterdir()} - {"lock"})
+        if cfg.resume == "never" and not restarted and found:
             return f"{folder} is not empty, and --resume is never; needed: an empty --out, or --resume auto"
+        foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
+        if foreign:
+            return f"{folder} has {', '.join(foreign)}, which no run of torz wrote; needed: another --out"
+        if error := lock.claim():
+            return error
         probe.touch()
     except OSError as e:
         host = os.uname().nodename
         return f"can't write to {folder} on {host} ({e.strerror}); needed: --out with a writable folder"
     return ""
+
+
+# What a run writes in its folder. It writes over them only where `is_run`.
+WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
+           "nonfinite plot.png report.html").split()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether torz has written to this folder: it has a run's lock, config or checkpoint."""
+    with suppress(OSError, ValueError):
+        if json.loads((folder / "lock").read_text()).keys() >= {"host", "pid"}:
+            return True
+    with suppress(OSError, ValueError):
+        if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
+            return True
+    return bool(ckpt.complete(folder))
+
+
+HEARTBEAT = 20.0  # seconds after which a run renews the time of its lock
+DEAD = 120.0  # seconds without a heartbeat, after which its folder may be taken over
+
+
+class FolderLock:
+    """A run's claim on its folder: a file that names host and process, with a heartbeat. The lock of a
+    process that is gone on this host, or of one elsewhere whose heartbeat stopped, is taken over."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.ended = file, threading.Event()
+        self.mine = {"host": os.uname().nodename, "pid": os.getpid(), "start": _start_of(os.getpid()),
+                     "id": secrets.token_hex(8)}
+
+    def claim(self) -> str:
+        """Take the lock. Returns an error message or "". May wait DEAD seconds for another host's heartbeat.
+        Raises OSError."""
+        while True:
+            try:
+                with self.file.open("x") as file:
+                    json.dump(self.mine, file)
+                break
+            except FileExistsError:
+                owner = self._owner()
+                if self._is_alive(owner):
+                    return (f"{self.file.parent} is in use by process {owner.get('pid')} on "
+                            f"{owner.get('host')}; needed: the end of that run, or another --out")
+                if self._owner() == owner:
+                    self.file.unlink(missing_ok=True)
+        threading.Thread(target=self._beat, daemon=True, name="lock").start()
+        atexit.register(self.release)
+        return ""
+
+    def release(self) -> None:
+        """Give the folder free, if it is still this run's."""
+        self.ended.set()
+        if self._owner() == self.mine:
+            self.file.unlink(missing_ok=True)
+
+    def _owner(self):
+        try:
+            return json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _is_alive(self, owner):
+        here = [owner.get(key) for key in ("host", "pid", "start")]
+        if here[0] == self.mine["host"]:
+            return here[1] != os.getpid() and here[2] == _start_of(here[1])
+        seen = before = self._beaten()
+        if _now_at(self.file.parent) - before < DEAD:
+            print(f"{self.file} is of process {here[1]} on {here[0]}; waiting for its heartbeat", flush=True)
+        while seen == before and _now_at(self.file.parent) - before < DEAD:
+            time.sleep(2)
+            seen = self._beaten()
+        return seen > before
+
+    def _beaten(self):
+        """When the owner last renewed the file; 0 where there is none."""
+        try:
+            return self.file.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _beat(self):
+        """Renew the lock's time, until another run has the folder: then this one must not write any more."""
+        while not self.ended.wait(HEARTBEAT):
+            owner = self._owner()
+            if owner == self.mine:
+                with suppress(OSError):
+                    os.utime(self.file)
+            elif owner and owner["pid"] == os.getpid():  # a later run of this notebook
+                return
+            elif owner:
+                print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
+                      "leaving without a save", file=sys.__stderr__, flush=True)
+                os._exit(1)
+
+
+def _start_of(pid):
+    """When a process of this host started, or "" where there is none: numbers of processes are used again."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+def _now_at(folder):
+    """The time by the clock of the folder's file system, which may be another host's."""
+    probe = folder / f".clock-{secrets.token_hex(4)}"
+    probe.touch()
+    now = probe.stat().st_mtime
+    probe.unlink()
+    return now
 
 
 def space_shortage(cfg: Config, folder: Path) -> str:

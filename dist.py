@@ -18,9 +18,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as td
@@ -31,8 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from configs import require
+from configs import UserError, require
 
+T = TypeVar("T")
 Device = torch.device | str
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a model's parameters
 
@@ -232,6 +233,21 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     out = [None] * td.get_world_size()
     td.all_gather_object(out, x, group)
     return out
+
+
+def together(work: Callable[[], T]) -> T:
+    """work() on every rank. Where it raises UserError on some rank, every rank raises it: with that rank's
+    host, unless all ranks have the same."""
+    result, error = None, ""
+    try:
+        result = work()
+    except UserError as e:
+        error = str(e)
+    errors = gather((error, os.uname().nodename))
+    wrong = [(f"{host}: {text}", text) for text, host in errors if text]
+    if wrong:
+        raise UserError(wrong[0][len({text for text, _ in errors}) == 1])
+    return result
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import sys
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from configs import Config, read_jsonl
+from configs import Config, UserError, read_jsonl
 from data import Sample, group_by_prompt
 from reward import REASONS
 
 # Edges of the histogram behind a 99th percentile. It takes the tokens of all packs and ranks.
+NAN = float("nan")  # a metric that no row has; every comparison with it is false
 BINS = torch.logspace(-9, 2, 1101)
 
 
@@ -155,8 +157,8 @@ STEP_LINE = {  # metric -> how the line that is printed after each step shows it
 class Logger:
     """Writes everything in the run's folder `out` that is not a checkpoint. Only the rank with `main` writes.
 
-    `start` is the first step that will be logged. A killed run may have logged steps from there on; they are
-    dropped, so that no step is there twice.
+    `start` is the first step that will be logged. A killed or an earlier run may have logged steps from there
+    on; they are moved to *.old.jsonl, so that no step is there twice. Raises UserError where it can't write.
     """
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str]) -> None:
@@ -164,10 +166,13 @@ class Logger:
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": dict(versions)}
-        (out / "config.json").write_text(json.dumps(config, indent=1))
-        for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
-            kept = [row for row in read_jsonl(path) if row["step"] < start]
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        try:
+            _replace(out / "config.json", json.dumps(config, indent=1))
+            for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
+                _set_aside(path, start)
+        except OSError as e:
+            raise UserError(f"can't write to {out} ({e.strerror}); needed: space and permission there, or "
+                            "another --out") from None
         self.history = [row for row in read_metrics(out) if "reward" in row]
         self.writer = None  # of TensorBoard's file, made with the first row
         self.unwritten = []  # rows that the disk did not take
@@ -248,7 +253,8 @@ class Logger:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(lines), encoding="utf-8")
+            # A response may hold half of a surrogate pair, which UTF-8 has not; JSON writes it as \udc80.
+            path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
@@ -267,9 +273,37 @@ class Logger:
                 self.writer.close()
 
 
+def _lines(rows):
+    """Rows as lines of JSON, which has no NaN and no infinity: they are null."""
+    finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+              for row in rows)
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
+
+
+def _replace(path, text):
+    """Write a file that is there as a whole or as it was before. Raises OSError."""
+    temp = path.with_name(f".{path.name}.part")
+    temp.write_text(text)
+    temp.replace(path)
+
+
+def _set_aside(path, start):
+    """Move the rows of steps from `start` on to NAME.old.jsonl, after those that are there. A line that a
+    crash cut is dropped. Raises OSError."""
+    path.touch()
+    rows = read_jsonl(path)
+    later = [row for row in rows if row["step"] >= start]
+    if later:
+        with path.with_suffix(".old.jsonl").open("a") as file:
+            file.write(_lines(later))
+    kept = _lines(row for row in rows if row["step"] < start)
+    if path.read_bytes() != kept.encode():
+        _replace(path, kept)
+
+
 def _append(path, row):
     """Append the row as one line, or nothing. Raises OSError, also where the disk takes only a part of it."""
-    line = (json.dumps(row) + "\n").encode()
+    line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
         if file.write(line) < len(line):
@@ -278,10 +312,11 @@ def _append(path, row):
 
 
 def read_metrics(run: Path, steps: Collection[int] | None = None) -> list[dict]:
-    """The run's metrics, one dict a step. With `steps`, only those: other lines are not parsed, which saves
-    seconds on a long run."""
+    """The run's metrics, one dict a step; null is NaN. With `steps`, only those: other lines are not parsed,
+    which saves seconds on a long run."""
     prefixes = ("",) if steps is None else tuple(f'{{"step": {step},' for step in steps)
-    return read_jsonl(run / "metrics.jsonl", prefixes)
+    return [{name: NAN if x is None else x for name, x in row.items()}
+            for row in read_jsonl(run / "metrics.jsonl", prefixes)]
 
 
 # --- alarms
@@ -289,7 +324,6 @@ def read_metrics(run: Path, steps: Collection[int] | None = None) -> list[dict]:
 LAST = 5  # steps that an alarm's numbers are means over: a single odd step raises no alarm
 QUIET = 10  # an alarm is raised again only after so many steps in which it was inactive
 SOLVED = 0.9  # from this reward on, low entropy, short responses and uniform groups are a success
-NAN = float("nan")  # a metric that no row has; every comparison with it is false
 Rows = Sequence[Mapping[str, float]]
 
 # name: (when the alarm is active, its line). `now` has the mean of every metric over the last LAST steps, and
@@ -335,6 +369,10 @@ ALARMS = {
         "the effective sample size is {now[ess]:.0%}; engine and trainer disagree, so few tokens carry the "
         "update; try --dtype float32 to see whether it is rounding, or cap the weights with a lower "
         "--tis_clip (now {cfg.tis_clip})"),
+    "finite": (
+        lambda now, cfg: bool(now["nonfinite"]),
+        "no finite number: {now[nonfinite]}; the weights or the samples may be damaged; stop the run, and "
+        "look at samples/ and nonfinite/"),
     "grading": (
         lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
         "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
@@ -357,7 +395,8 @@ def alarms(rows: Rows, cfg: Config) -> dict[str, str]:
         "reward_at_longest": _mean(rows[:longest + 1], "reward"),
         "first_entropy": next((row["entropy"] for row in rows if "entropy" in row), NAN),
         # Of 10 steps, but not of a new critic's first 20.
-        "explained": max(explained) if len(rows) >= 30 else 1.0})
+        "explained": max(explained) if len(rows) >= 30 else 1.0,
+        "nonfinite": ", ".join(name for name, x in rows[-1].items() if not math.isfinite(x))})
     for name in rows[-1]:
         now[name] = _mean(rows, name)
     return {name: text.format(now=now, cfg=cfg)

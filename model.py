@@ -14,6 +14,7 @@ they are off by 0.012 nats, which is too much for a clipped ratio.
 Shapes: T tokens of a pack, U unique tokens, N segments, V vocabulary, D hidden size, H heads, d head size.
 """
 
+import hashlib
 import inspect
 import json
 import os
@@ -483,6 +484,22 @@ def load_config(path: str) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     check_settings(config, path)
     return config
+
+
+def folder_fingerprint(path: str) -> str:
+    """Hash of what is read of a model folder, which tells two models apart in milliseconds: names and sizes,
+    and of weights 64 blocks of 4 KiB in each file, at equal distances. Other files are read whole."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as f:
+                weights = file.suffix == ".safetensors"
+                for at in range(0, size, max(size // 64 * weights, 4096)):
+                    f.seek(at)
+                    digest.update(f.read(4096))
+    return digest.hexdigest()[:8]
 
 
 def load_tokenizer(path: str) -> Any:

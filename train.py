@@ -14,6 +14,7 @@ neither the number of ranks nor the packing changes a run; no sample is dropped 
 log-probs is left out where the ratio is 1."""
 
 import gc
+import math
 import os
 import resource
 import sys
@@ -25,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, parse, require, user_errors
+from configs import Config, UserError, parse, require, tell_torchrun, user_errors
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     with user_errors("train.py"):
@@ -104,6 +105,7 @@ class Run:
     start: int  # steps that were done before
     saver: ckpt.Saver
     log: Logger
+    lock: checks.FolderLock
 
 
 def main(cfg: Config) -> None:
@@ -118,6 +120,7 @@ def main(cfg: Config) -> None:
                         "the same command continues there")
     run.grader.close()
     run.log.close()
+    run.lock.release()
     gc.unfreeze()  # in a notebook the next run needs the memory
     if run.world.main:
         folder = Path(os.path.relpath(run.log.out))
@@ -157,6 +160,8 @@ def train(run: Run) -> bool:
         if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
             with dist.phase("old_logp"), resident(policy, world, cfg):
                 minibatches = add_logp(minibatches, "old_logp", policy, cfg)
+                for p in sum(minibatches, []):
+                    measure_gap(p.old_logp, p, cfg, meter)
         if critic:
             with dist.phase("critic"), resident(critic, world, cfg):
                 minibatches = estimate_advantages(critic, minibatches, cfg, meter)
@@ -196,31 +201,30 @@ def finish(run: Run) -> None:
 def prepare(cfg: Config) -> Run:
     """Check, load and resume. Raises UserError, the same on every rank."""
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
-    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model))
+    cfg = dist.together(lambda: replace(
+        cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
     checks.check_ranks(cfg, world.size)
-    out = checks.preflight(cfg, world.main)
+    out, lock = checks.preflight(cfg, world.main)
     say = print if world.main else lambda text: None
-    tokenizer = load_tokenizer(cfg.model)
-    checks.check_critic(cfg, tokenizer)
-    problems = load_problems(cfg.data, tokenizer, cfg, say)
-    check_graders(problems, cfg)
-    held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    tokenizer, problems, held_out = dist.together(lambda: load_data(cfg, say))
+    checks.check_same("reads", checks.read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
-    grader = make_grader(cfg)
-    engine = make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype)
+    grader = dist.together(lambda: make_grader(cfg))
+    engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
     checks.check_gold(problems, grader, cfg, world, say)
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.ref_refresh else None]  # --model has a reference that never changes
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
-    found = ckpt.find(out, cfg.resume)
+    found = dist.together(lambda: ckpt.find(out, cfg.resume))
+    checks.check_same("resumes from", {"checkpoint": checks.checkpoint_id(found)}, "a path that all share")
     start = ckpt.resume(found, models, facts) if found else 0
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
-    log = Logger(out, cfg, world.main, start, ckpt.VERSIONS)
+    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
     log.save_plan(plan_table)
     if agreement:
         log.say(agreement)
@@ -228,7 +232,17 @@ def prepare(cfg: Config) -> Run:
         log.say(f"resumed after {start} steps from {found}")
     gc.freeze()  # else each garbage collection looks through all of this again, for 0.2 s
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver,
-               log)
+               log, lock)
+
+
+def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, dict[str, Problems]]:
+    """The tokenizer, and the problems of --data and of --eval_data. Raises UserError."""
+    tokenizer = load_tokenizer(cfg.model)
+    checks.check_critic(cfg, tokenizer)
+    problems = load_problems(cfg.data, tokenizer, cfg, say)
+    check_graders(problems, cfg)
+    held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    return tokenizer, problems, held_out
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
@@ -322,6 +336,8 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         for prompt_id in replaced:
             batch[prompt_id] = replacements[prompt_id]
         drawn = draw({prompt_id: batch[prompt_id] for prompt_id in replaced}, round)
+        if dist.stop_requested():  # then a rank may have none
+            return batch, samples
         drawn += [s for s in samples if s.prompt_id not in replaced]
         samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
     run.log.alarm(f"step {step}: {len(replaced)} of {len(batch)} prompts are still uniform after "
@@ -492,6 +508,8 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
                         bar.set_postfix({label: f"{meter.mean(metric):.3g}"
                                          for label, metric in BARS[role.name].items()})
                     bar.update()
+                if role.name == "policy":
+                    check_gap(meter, cfg)
                 update(role, packs, lr, step, cfg, meter, log)
 
 
@@ -507,8 +525,11 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """A pack's part of its update's policy loss. `tokens` and `responses`: the update's, over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
-    old = logp.detach() if p.old_logp is None else p.old_logp
-    weight = mismatch_weight(old, p, cfg, meter)
+    old = p.old_logp
+    if old is None:
+        old = logp.detach()
+        measure_gap(old, p, cfg, meter)
+    weight = mismatch_weight(old, p, cfg)
     if cfg.algo == "ppo":
         loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
                                         weight)
@@ -533,22 +554,40 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     return loss
 
 
-def mismatch_weight(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> Tensor | None:
+def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
     """Truncated importance weights (T,) that correct for the gap between the engine's log-probs and the
-    trainer's, or None without --tis_clip. The gap is measured in both cases."""
+    trainer's, 0 outside the mask; None without --tis_clip. `logp` (T,): the policy's before the step."""
+    if cfg.tis_clip is None:
+        return None
+    return torch.where(p.mask, (logp - p.engine_logp).exp().clamp(max=cfg.tis_clip), 0)
+
+
+def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
+    """Add the gap between the engine's log-probs and the trainer's, and the weights that correct it. `logp`
+    (T,): the policy's before the step's first update."""
     gap = (logp - p.engine_logp)[p.mask]
-    weight = gap.exp() if cfg.tis_clip is None else gap.exp().clamp(max=cfg.tis_clip)
+    weight = gap.exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap.abs())
     meter.add("tis/mean", weight.sum(), len(gap))
     meter.add("tis/mean²", (weight * weight).sum(), len(gap))
-    return None if cfg.tis_clip is None else torch.zeros_like(logp).masked_scatter(p.mask, weight)
+
+
+def check_gap(meter: Meter, cfg: Config) -> None:
+    """Raises UserError if engine and trainer disagree on what was sampled. Called before the policy takes an
+    optimizer step, so nothing that was learned from such samples is saved."""
+    total, tokens = dist.all_sum(meter.sums["logp_gap/mean"]).tolist()
+    gap = total / max(tokens, 1)
+    require(gap <= cfg.max_logp_gap,  # False where it is not a number
+            f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
+            f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
+            "cache, another temperature, another dtype",
+            "a fix, or a larger --max_logp_gap for a rough dtype; nothing of this step is saved")
 
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
     """One optimizer step on the gradients. If they are not finite, the same on all ranks, the step is skipped
-    and the update's packs are saved in nonfinite/. Raises RuntimeError at the third skipped update in a
-    row."""
+    and the update's packs are saved in nonfinite/. Raises UserError at the third skipped update in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -564,8 +603,10 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", float(not finite), 1)
     if role.skipped == 3:
-        raise RuntimeError(f"three updates of the {role.name} in a row were not finite; "
-                           "the checkpoints are older")
+        saved = next((p.name for p in reversed(ckpt.complete(log.out))), "none")
+        raise UserError(f"three updates of the {role.name} in a row were not finite, the last one in step "
+                        f"{step}, and the last complete checkpoint is {saved}; needed: a look at nonfinite/, "
+                        "and --dtype float32 if numbers overflow")
 
 
 # --- metrics
@@ -573,8 +614,7 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
 
 def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
     """Save a checkpoint if one is due, then write the step's metrics and alarms. Returns True if a stop was
-    requested. Raises UserError if engine and trainer disagree. `metrics` are the evaluation's; `start` is
-    when the step began."""
+    requested. `metrics` are the evaluation's; `start` is when the step began."""
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
@@ -583,12 +623,6 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     log.step(step, metrics)
     if cfg.verbose:
         log.say(ledger.table())
-    gap = metrics.get("logp_gap/mean", 0.0)
-    require(gap <= cfg.max_logp_gap,
-            f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
-            f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
-            "cache, another temperature, another dtype",
-            "a fix, or a larger --max_logp_gap for a rough dtype")
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
         for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
             log.alarm(f"grading failed: {ascii(error)}", step)
@@ -635,5 +669,6 @@ if __name__ == "__main__":
         print(f"rank {os.environ['RANK']} on {os.uname().nodename} failed in phase {dist.CURRENT.name}:",
               file=sys.stderr)
         traceback.print_exc()
+        tell_torchrun(traceback.format_exc())
         sys.stderr.flush()
         os._exit(1)  # now: threads that wait for other ranks must not keep this process alive

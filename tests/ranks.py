@@ -181,19 +181,19 @@ def stopped(cfg, after: int) -> str:
     return main(cfg)
 
 
-def unshared(cfg) -> str:
-    """Train as on two hosts: rank 1 has another host name, and another disk where rank 0 has cfg.out. Returns
-    "no root" where this user can't do that."""
+def elsewhere(cfg, folder: str, other: str) -> str:
+    """Train as on two hosts: rank 1 has another host name, and the folder `other` where rank 0 has `folder`.
+    Returns "no root" where this user can't do that."""
     if os.geteuid():
         return "no root"
-    Path(cfg.out).mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the other host's name has no address
     if os.environ["RANK"] == "1":
         libc = ctypes.CDLL(None, use_errno=True)
-        new_mounts_and_name, private = 0x20000 | 0x4000000, 0x44000
+        new_mounts_and_name, private, bind = 0x20000 | 0x4000000, 0x44000, 0x1000
         if (libc.unshare(new_mounts_and_name) or libc.sethostname(b"other", 5)
                 or libc.mount(b"none", b"/", None, private, None)
-                or libc.mount(b"tmpfs", cfg.out.encode(), b"tmpfs", 0, b"size=1m")):
+                or libc.mount(other.encode(), folder.encode(), None, bind, None)):
             os._exit(1)
     return main(cfg)
 
@@ -216,9 +216,39 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
     moved = not update(1.0) and policy.skipped == 0
     try:
         update(float("inf")), update(float("nan")), update(float("nan"))
-    except RuntimeError as e:
+    except UserError as e:
         return left, moved, str(e)
     return left, moved, ""
+
+
+def stopped_in_resampling(cfg) -> str:
+    """Train. This rank gets SIGUSR1 a second after its first responses."""
+    def send() -> None:
+        while not (Path(cfg.out) / "config.json").exists():
+            time.sleep(0.01)
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=send, daemon=True).start()
+    return main(cfg)
+
+
+def gap_checked(cfg, gap: float) -> str:
+    """What train.check_gap says about engine and trainer that differ by `gap` nats a token."""
+    dist.init("cpu", "float32")
+    meter = Meter()
+    meter.add("logp_gap/mean", gap, 1)
+    try:
+        train.check_gap(meter, cfg)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+def with_heartbeat(cfg, seconds: float) -> str:
+    """Train, and renew the lock of the folder every so many seconds."""
+    checks.HEARTBEAT = seconds
+    return main(cfg)
 
 
 def stalled() -> None:

@@ -3,6 +3,8 @@ disk or a killed run does not spoil; a table that explains every metric."""
 
 import dataclasses
 import io
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from configs import PRESETS, read_jsonl
+from configs import PRESETS, UserError, read_jsonl
 from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
 
 PPO = PRESETS["tiny-ppo"]
@@ -53,6 +55,7 @@ WRONG = {
     "clip": ({"clip_share": 0.5}, 5, ["%", "--policy_updates"]),
     "gap": ({"logp_gap/mean": 0.05}, 5, ["nats", "--max_logp_gap 0.1"]),
     "ess": ({"ess": 0.5}, 5, ["%", "--tis_clip"]),
+    "finite": ({"entropy": math.nan}, 1, ["entropy", "nonfinite/"]),
     "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["10%", "20%", "--grade_deadline", "now 5"]),
 }
 
@@ -78,7 +81,7 @@ def test_an_alarm_is_raised_when_its_cause_begins_and_again_only_after_it_was_go
 
 
 def test_a_single_odd_step_raises_no_alarm():
-    for name in WRONG.keys() - {"grading", "gap"}:  # here these are ten times their limits
+    for name in WRONG.keys() - {"grading", "gap", "finite"}:  # ten times their limits, and always wrong
         rows = learning()
         rows[40] |= WRONG[name][0]
         assert raised(rows) == []
@@ -106,6 +109,41 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
     for row in rows:
         logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
     return logger
+
+
+def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
+    """NaN is null and comes back as NaN. A Logger that starts at step 2 moves the later rows of before to
+    *.old.jsonl, and drops a line that a crash cut."""
+    rows = [{"step": i, "reward": 0.5, "entropy": math.nan if i == 1 else 1.0} for i in range(4)]
+    logger = written(tmp_path, rows)
+    logger.alarm("late", 3)
+    file = tmp_path / "metrics.jsonl"
+    assert '"entropy": null' in file.read_text() and math.isnan(read_metrics(tmp_path)[1]["entropy"])
+    with file.open("a") as f:
+        f.write('{"step": 4, "rew')
+    written(tmp_path, [{"step": 2, "reward": 0.7}], start=2)
+    assert [(r["step"], r["reward"]) for r in read_metrics(tmp_path)] == [(0, 0.5), (1, 0.5), (2, 0.7)]
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.old.jsonl", strict=True)] == [2, 3]
+    written(tmp_path, [], start=0)  # another run in the folder of one that saved nothing
+    old = read_jsonl(tmp_path / "metrics.old.jsonl", strict=True)
+    assert [(r["step"], r["reward"]) for r in old[2:]] == [(0, 0.5), (1, 0.5), (2, 0.7)]
+    assert read_metrics(tmp_path) == [] and len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 2
+
+
+def test_a_start_that_cannot_write_loses_no_history(tmp_path):
+    written(tmp_path, [{"step": i, "reward": 0.5} for i in range(4)])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / ".metrics.jsonl.part").mkdir()  # where the new file is written first
+    with pytest.raises(UserError, match=f"can't write to {tmp_path} "):
+        written(tmp_path, [], start=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_response_may_hold_what_utf8_has_not(tmp_path):
+    """Half of a surrogate pair is written as JSON's escape, and read back the same."""
+    written(tmp_path, []).rows("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
+    line, = (tmp_path / "samples" / "step_000000.jsonl").read_text().splitlines()
+    assert json.loads(line)["response"] == "a\udc80é"
 
 
 def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):

@@ -102,8 +102,8 @@ TERMS = {
     "scale-rl-7b": [dict(advantage="group_mean"), dict(aggregation="token"), dict(drop_uniform=False),
                     dict(ratio="token")],
     "open-r1-1.5b-grpo": [dict(aggregation="token"), dict(lr_decay="constant")],
-    "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k3"), dict(nonstop_penalty=0.0),
-                dict(lam=1.0), dict(reward=("digits",))],
+    "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k3"),
+                dict(nonstop_penalty=0.0), dict(lam=1.0), dict(reward=("digits",))],
 }
 
 

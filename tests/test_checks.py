@@ -1,0 +1,206 @@
+"""A mistake is refused before it costs anything: by any rank, with one line that names the host; and a folder
+belongs to one run at a time."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+from conftest import ROOT, maths, run_ranks, start_ranks
+
+import checks
+import ckpt
+from log import read_metrics
+
+HOST = os.uname().nodename
+
+
+# --- every rank reads the same
+
+
+def refused(cfg, folder, other):
+    """The line that two ranks end with, where rank 1 is on the host "other" and sees `other` as `folder`."""
+    began = time.monotonic()
+    first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
+    if first == "no root":
+        pytest.skip("mounting a folder for one rank takes root")
+    assert first == second and time.monotonic() - began < 20
+    return first
+
+
+def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
+    """Two hosts see different disks under the same name, as with a folder that is not shared."""
+    (tmp_path / "own").mkdir()
+    said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
+    assert f"other doesn't see {tmp_path}/o as rank 0 on {HOST} does" in said
+
+
+@pytest.mark.parametrize("differs", ["--data", "--model", "--eval_data train"])
+def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
+    """One problem fewer, one weight changed or one more held-out problem on one host."""
+    file = Path({"--data": base.data[0], "--model": f"{base.model}/model.safetensors",
+                 "--eval_data train": base.data[0]}[differs])
+    for name in ("here", "there"):
+        shutil.copytree(file.parent, tmp_path / name)
+    copy = tmp_path / "there" / file.name
+    data = copy.read_bytes()
+    copy.write_bytes(data[:-9] + b"x" + data[-8:] if differs == "--model" else data[:data[:-1].rindex(b"\n")])
+    here = str(tmp_path / "here")
+    changes = {"--data": dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=here),
+               "--eval_data train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), **changes)
+    said = refused(cfg, here, tmp_path / "there")
+    assert f"not every rank reads what rank 0 on {HOST} reads: other ({differs} " in said
+
+
+def test_a_mistake_on_one_host_is_the_line_that_all_show(base, tmp_path):
+    """Rank 1's host lacks the data: its line, with its name, and not rank 0's silence."""
+    shutil.copytree(Path(base.data[0]).parent, tmp_path / "here")
+    (tmp_path / "empty").mkdir()
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), data=(f"{tmp_path}/here/train.jsonl",))
+    assert refused(cfg, tmp_path / "here", tmp_path / "empty").startswith(
+        f"other: no data file {tmp_path}/here/train.jsonl; needed: ")
+
+
+def test_ranks_that_would_resume_from_other_checkpoints_are_refused(base, two_ranks, tmp_path):
+    for name, step in (("here", 4), ("there", 2)):
+        shutil.copytree(ckpt.step_folder(two_ranks[0], step), ckpt.step_folder(tmp_path / name, step))
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), resume=str(tmp_path / "here"))
+    said = refused(cfg, tmp_path / "here", tmp_path / "there")
+    assert f"what rank 0 on {HOST} resumes from: other (checkpoint step_000002" in said
+
+
+def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
+    """It stands below torchrun's own report, and no traceback of ours is anywhere."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         f"{ROOT}/train.py", "tiny-ppo", "--model", f"{tmp_path}/none", "--out", f"{tmp_path}/o"],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    *_, last, line = done.stderr.splitlines()
+    assert set(line) == {"="} and "train.py: no model folder" in last and "needed: --model" in last
+    assert f"{ROOT}/train.py\", line" not in done.stderr
+
+
+# --- one run a folder
+
+
+def locked(folder, **owner):
+    """A lock file in `folder`, of a process of another host unless `owner` says."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "lock"
+    file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1", "id": "x"} | owner))
+    return file
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, two_ranks, tmp_path):
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"))
+    processes, folder = start_ranks(2, ranks.main, cfg)
+    with folder:
+        while not (tmp_path / "o" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        said, = run_ranks(1, ranks.main, cfg)
+        assert f"{tmp_path}/o is in use by process {processes[0].pid} on {HOST}; needed: " in said
+        for p in processes:
+            p.join(120)
+            assert p.exitcode == 0
+    assert maths(read_metrics(tmp_path / "o")) == maths(two_ranks[1])
+    assert not (tmp_path / "o" / "lock").exists()
+
+
+def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
+    """The lock of a process that is gone on this host counts for nothing, and neither does that of one whose
+    number another process has now."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
+    processes, folder = start_ranks(1, ranks.main, cfg)
+    with folder:
+        while not (tmp_path / "o" / "lock").exists():
+            time.sleep(0.01)
+        processes[0].kill()
+        processes[0].join()
+    assert run_ranks(1, ranks.main, cfg) == [""]
+    locked(tmp_path / "o", host=HOST, pid=1, start="not the start of process 1")
+    assert checks.FolderLock(tmp_path / "o" / "lock").claim() == ""
+
+
+def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
+    """At once, where the last one is old; where it is new, after DEAD seconds without another one."""
+    file = locked(tmp_path / "a")
+    os.utime(file, (0, 0))
+    lock = checks.FolderLock(file)
+    assert lock.claim() == "" and json.loads(file.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert not file.exists()
+    monkeypatch.setattr(checks, "DEAD", 3.0)
+    file, began = locked(tmp_path / "b"), time.monotonic()
+    assert checks.FolderLock(file).claim() == "" and 2 < time.monotonic() - began < 10
+
+
+def test_the_folder_of_a_live_run_on_another_host_is_refused(tmp_path):
+    file, ended = locked(tmp_path / "a"), threading.Event()
+
+    def beat():
+        while not ended.wait(0.5):
+            os.utime(file)
+
+    threading.Thread(target=beat, daemon=True).start()
+    began = time.monotonic()
+    assert "in use by process 7 on other" in checks.FolderLock(file).claim()
+    ended.set()
+    assert time.monotonic() - began < 10 and json.loads(file.read_text())["pid"] == 7
+
+
+def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path):
+    """As after an hour's sleep of its host. It must not write any more."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
+    (process,), folder = start_ranks(1, ranks.with_heartbeat, cfg, 0.1)
+    with folder:
+        while not (tmp_path / "o" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        locked(tmp_path / "o")
+        process.join(30)
+        assert process.exitcode == 1
+
+
+def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
+    """The files of somebody else stay; other files than those that a run writes are no hindrance."""
+    (tmp_path / "config.json").write_text("{}")
+    cfg = dataclasses.replace(base, out=str(tmp_path), steps=1)
+    assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "config.json").rename(tmp_path / "notes.json")
+    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
+
+
+# --- check, then learn, then save
+
+
+@pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
+def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
+    """Engine and trainer differ by more than --max_logp_gap: the run ends before the policy's optimizer step,
+    without a checkpoint and without the step's metrics."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
+    said, = run_ranks(1, ranks.main, cfg)
+    assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
+    assert not (tmp_path / "o" / "ckpt").exists() and read_metrics(tmp_path / "o") == []
+
+
+def test_a_gap_that_is_not_a_number_is_no_agreement(base):
+    assert "differ by nan" in run_ranks(1, ranks.gap_checked, base, float("nan"))[0]
+    assert run_ranks(1, ranks.gap_checked, base, 0.01) == [""]
+
+
+def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
+    """Prompts that stay uniform are resampled for ever; a signal ends that, and nothing is learned."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
+                              resample_rounds=10**6, eval_every=0)
+    began = time.monotonic()
+    assert run_ranks(2, ranks.stopped_in_resampling, cfg) == ["", ""]
+    assert time.monotonic() - began < 60
+    assert ckpt.complete(tmp_path / "o") == read_metrics(tmp_path / "o") == []
