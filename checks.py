@@ -186,6 +186,12 @@ class FolderLock:
         atexit.register(self.release)
         return ""
 
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give the folder free, if it is still this run's."""
         self.ended.set()

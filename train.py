@@ -111,22 +111,22 @@ class Run:
 def main(cfg: Config) -> None:
     """Train as cfg says. Raises UserError, the same on every rank, for mistakes that a user can mend."""
     run = prepare(cfg)
-    with dist.handle_signals(cfg.grace):
-        done = train(run)
-        if done:
-            finish(run)
-        else:
-            run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
-                        "the same command continues there")
-    run.grader.close()
-    run.log.close()
-    run.lock.release()
-    gc.unfreeze()  # in a notebook the next run needs the memory
-    if run.world.main:
-        folder = Path(os.path.relpath(run.log.out))
-        report.write_report(folder)
-        if done:
-            print(report.story(folder))
+    with run.lock:
+        with dist.handle_signals(cfg.grace):
+            done = train(run)
+            if done:
+                finish(run)
+            else:
+                run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
+                            "the same command continues there")
+        run.grader.close()
+        run.log.close()
+        gc.unfreeze()  # in a notebook the next run needs the memory
+        if run.world.main:
+            folder = Path(os.path.relpath(run.log.out))
+            report.write_report(folder)
+            if done:
+                print(report.story(folder))
 
 
 def train(run: Run) -> bool:
@@ -199,12 +199,22 @@ def finish(run: Run) -> None:
 
 
 def prepare(cfg: Config) -> Run:
-    """Check, load and resume. Raises UserError, the same on every rank."""
+    """Join the other ranks, take the folder, check, load and resume. Raises UserError, the same on every
+    rank."""
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     cfg = dist.together(lambda: replace(
         cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
     checks.check_ranks(cfg, world.size)
     out, lock = checks.preflight(cfg, world.main)
+    try:
+        return load(cfg, world, out, lock)
+    except UserError:  # in a notebook the process goes on
+        lock.release()
+        raise
+
+
+def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> Run:
+    """The run in the folder `out`, checked and resumed. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
     tokenizer, problems, held_out = dist.together(lambda: load_data(cfg, say))
     checks.check_same("reads", checks.read_files(cfg, problems, held_out), "the same files on every machine")

@@ -222,11 +222,11 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def stopped_in_resampling(cfg) -> str:
-    """Train. This rank gets SIGUSR1 a second after its first responses."""
+    """Train. This rank gets SIGUSR1 a second after it began to sample."""
     def send() -> None:
-        while not (Path(cfg.out) / "config.json").exists():
+        while dist.CURRENT.name != "rollout":
             time.sleep(0.01)
-        time.sleep(2)
+        time.sleep(1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     threading.Thread(target=send, daemon=True).start()
