@@ -7,6 +7,7 @@ on the devices (`check_fit`); can the gold answers be graded (`check_gold`); doe
 policy that is trained (`check_engine`); can the first responses teach anything (`first_look`)."""
 
 import atexit
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -30,12 +31,13 @@ from torch import Tensor, nn
 import ckpt
 import dist
 import plan
-from configs import NODE, Config, UserError, require
+from configs import NODE, Config, UserError, nearest, require
 from data import Problem, Problems, Sample, fingerprint, pack
 from engine import Engine
+from log import metric_meanings
 from model import folder_fingerprint, load_config, load_tokenizer, logprobs
 from reward import MAX_ANSWER, Grader, grade, readers
-from rollout import CHECK, graders_of, terms_of
+from rollout import CHECK, accuracy, graders_of, terms_of
 
 # --- the machines
 
@@ -286,6 +288,19 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
                     for t in (tokenizer, load_tokenizer(path) if has_own else tokenizer))
     require(ours == theirs and max(ours.values()) < size, f"{path} has other tokens than {cfg.model}",
             "--critic_model with the policy's tokenizer")
+
+
+def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
+    """Raises UserError where --keep_best names no metric of this run. `held_out`: names of the evaluation
+    sets."""
+    if cfg.keep_best in ("", "auto"):
+        return
+    samples = cfg.eval_samples
+    of_sets = [f"eval/{name}/{metric}" for i, name in enumerate(held_out)
+               for metric in accuracy([], samples[i % len(samples)])]
+    every = [*of_sets, *(key for key in metric_meanings() if "[" not in key)]
+    require(bool(fnmatch.filter(every, cfg.keep_best)), f"no metric {cfg.keep_best!r}"
+            f"{nearest(cfg.keep_best, every)}", "--keep_best " + (", ".join(of_sets[:3]) or "reward"))
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:

@@ -252,6 +252,7 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, d
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     check_graders(problems, cfg)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    checks.check_keep_best(cfg, list(held_out))
     return tokenizer, problems, held_out
 
 

@@ -17,6 +17,7 @@ from conftest import ROOT, maths, run_ranks, start_ranks
 
 import checks
 import ckpt
+from configs import UserError
 from log import read_metrics
 
 HOST = os.uname().nodename
@@ -86,6 +87,16 @@ def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
     *_, last, line = done.stderr.splitlines()
     assert set(line) == {"="} and "train.py: no model folder" in last and "needed: --model" in last
     assert f"{ROOT}/train.py\", line" not in done.stderr
+
+
+def test_a_metric_that_this_run_has_not_keeps_no_best(base):
+    def check(name):
+        checks.check_keep_best(dataclasses.replace(base, keep_best=name, eval_samples=(4,)), ["aime"])
+
+    for name in ("reward", "eval/*/avg@4", "eval/aime/pass@2", "entropy", "auto", ""):
+        check(name)
+    with pytest.raises(UserError, match="no metric 'eval/aime/avg@8' .did you mean eval/aime/avg@4.*needed"):
+        check("eval/aime/avg@8")
 
 
 # --- one run a folder
