@@ -23,10 +23,10 @@ The output is an ordinary Hugging Face folder with `train.jsonl` and `eval.jsonl
 training texts).
 """
 
+import itertools
 import json
 import math
 import random
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -69,7 +69,8 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4
           style: Style = "orz") -> str:
     """Build the demo's base model and its problems in a folder, unless it holds them; returns its path.
 
-    The folder appears at the end, complete. Raises UserError if it holds anything but such a build.
+    The folder appears at the end, complete. Another build that is there is renamed. Raises UserError if the
+    folder holds anything but such a build.
 
     Args:
         out: the folder
@@ -92,8 +93,11 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0, digits: Literal[2, 3, 4
         new.mkdir()
         _build(new, seed, digits, style)
         (new / "tiny.json").write_text(json.dumps(config) + "\n")
-        shutil.rmtree(path, ignore_errors=True)  # an empty folder or an older build
-        new.rename(path)
+        if file.is_file():  # an older build; somebody may have added to it
+            names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+            aside = path.rename(next(name for name in names if not name.exists()))
+            print(f"{path} was another build; it is {aside} now")
+        new.rename(path)  # also onto an empty folder
     return str(path)
 
 

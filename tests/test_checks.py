@@ -17,6 +17,7 @@ from conftest import ROOT, maths, run_ranks, start_ranks
 
 import checks
 import ckpt
+import tiny
 from configs import UserError
 from log import read_metrics
 
@@ -187,6 +188,20 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
     assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
+
+
+def test_another_build_of_the_base_model_is_renamed_and_not_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "_build", lambda folder, *_: (folder / "config.json").write_text("{}"))
+    path = Path(tiny.build(str(tmp_path / "base")))
+    (path / "notes").write_text("mine")
+    assert tiny.build(str(path)) == str(path) and (path / "notes").exists()  # it is that build already
+    assert tiny.build(str(path), seed=1) == str(path) and not (path / "notes").exists()
+    assert tiny.build(str(path), seed=2) == str(path)
+    assert (tmp_path / "base.1" / "notes").read_text() == "mine" and (tmp_path / "base.2").is_dir()
+    with pytest.raises(UserError, match="is not a tiny base model"):
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "notes").touch()
+        tiny.build(str(tmp_path / "own"))
 
 
 # --- check, then learn, then save
