@@ -121,6 +121,8 @@ class Config:
     eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
     save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
     resume: str = "auto"  # auto: continue the run in --out; never: require an empty --out; or a checkpoint
+    start_from: str = ""  # take weights from another run: RUN (its newest checkpoint), or RUN/STEP, RUN/best
+    start_moments: bool = False  # with --start_from: take the optimizers' moments too
 
     # --- the batch
     prompts_per_step: Count = 128  # prompts sampled each step
@@ -224,6 +226,9 @@ class Config:
                 "--kl_estimator k1 in the loss has a gradient without the reference in it",
                 "--kl_estimator k2 or k3, or --kl_in reward")
         require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
+        require(not self.start_from or self.resume in ("auto", "never"),
+                f"--start_from {self.start_from} and --resume {self.resume} are two starts",
+                "one of them: --resume continues the same run, --start_from begins another")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
@@ -236,6 +241,11 @@ class Config:
         require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
                 f"{self.samples_per_step} samples",
                 "fewer --critic_updates or --policy_updates, or more samples")
+
+    @property
+    def keeps_ref(self) -> bool:
+        """Whether checkpoints hold the reference: --model has another one."""
+        return self.kl_coef > 0 and (self.ref_refresh or self.start_from != "")
 
     @property
     def compares_samples(self) -> bool:
@@ -482,6 +492,7 @@ EFFECTS = (
      "--algo ppo, or --advantage return_whiten"),
     ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
     ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("start_moments", lambda c: c.start_from != "", "--start_from"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
      "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),

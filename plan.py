@@ -310,7 +310,7 @@ def host_memory() -> float:
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
     """Bytes of one checkpoint, the largest number of checkpoints, bytes of the bf16 exports, and bytes of all
     of it. policy, critic: parameters. A reference is saved only if it changes."""
-    ref = policy * bool(cfg.kl_coef and cfg.ref_refresh)
+    ref = policy * cfg.keeps_ref
     checkpoint, exports = STATE_BYTES * (policy + critic) + 4 * ref, 2 * (policy + critic)
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {"checkpoint": checkpoint, "checkpoints": count, "exports": exports,

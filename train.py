@@ -224,7 +224,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
     checks.check_gold(problems, grader, cfg, world, say)
     policy, critic, ref = load_models(cfg, world)
-    saved = [policy, critic, ref if cfg.ref_refresh else None]  # --model has a reference that never changes
+    saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
     found = dist.together(lambda: ckpt.find(out, cfg.resume))
