@@ -49,9 +49,11 @@ demo rehearse chaos bench: export MALLOC_TRIM_THRESHOLD_ := 2147483647
 demo rehearse chaos bench: export MALLOC_TOP_PAD_ := 67108864
 demo rehearse chaos bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
 
-# An interrupted demo continues from its last checkpoint; a finished one starts over.
+# An interrupted demo continues from its last checkpoint; a finished one is moved aside and a new one starts.
 demo: $(BASE)/tiny.json
-	@if [ -d $(OUT)/export/policy ]; then rm -rf $(OUT); fi
+	@if [ -d $(OUT)/export/policy ]; then \
+	  n=1; while [ -e $(OUT).$$n ]; do n=$$((n + 1)); done; \
+	  mv $(OUT) $(OUT).$$n && echo "the finished run $(OUT) is now $(OUT).$$n"; fi
 	.venv/bin/torchrun --standalone --monitor-interval 1 --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
 	  --data $(BASE)/train.jsonl --eval_data $(BASE)/eval.jsonl --seed $(SEED) --out $(OUT) $(ARGS)
 
