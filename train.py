@@ -192,7 +192,9 @@ def finish(run: Run) -> None:
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         folder = run.log.out / "export" / role.name
-        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)), folder)
+        facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, vars(run.cfg))
+        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)), folder,
+                       facts)
 
 
 # --- starting

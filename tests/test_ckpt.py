@@ -1,6 +1,7 @@
 """Nothing is lost: on other ranks, killed, asked to stop, with a full disk, stalled or not finite, a run goes
 on."""
 
+import binascii
 import dataclasses
 import json
 import os
@@ -14,16 +15,18 @@ import time
 import pytest
 import ranks
 import torch
-from conftest import maths, run, run_ranks, start_ranks
+from conftest import ROOT, maths, run, run_ranks, start_ranks
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ckpt
 import dist
 from configs import PRESETS, UserError, changed
 from log import read_metrics
+from model import load_policy, load_tokenizer
 
 
 def same(run_, two_ranks):
@@ -166,13 +169,13 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
         if name == "cut":
             os.truncate(file, file.stat().st_size - 1)
             with pytest.raises(SafetensorError):
-                ckpt.publish(temp, final, nbytes)
+                ckpt.publish(temp, final, nbytes, {})
         elif name == "missing":
             file.unlink()
             with pytest.raises(OSError, match="files are missing"):
-                ckpt.publish(temp, final, nbytes)
+                ckpt.publish(temp, final, nbytes, {})
         else:
-            ckpt.publish(temp, final, nbytes)
+            ckpt.publish(temp, final, nbytes, {})
         assert ckpt.is_complete(final) == (name == "as it is") and temp.exists() != final.exists()
 
 
@@ -255,12 +258,17 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(base, tmp
 
 
 def test_what_is_cut_short_does_not_count(two_ranks, tmp_path):
-    """A checkpoint with a file that lost a byte, or without its mark, is not found."""
+    """A checkpoint with a file that lost a byte is not complete, and a run does not silently start before it.
+    One without its mark is as if it was not there."""
     out = tmp_path / "c"
     shutil.copytree(two_ranks[0] / "ckpt", out / "ckpt", symlinks=True)
     assert [p.name for p in ckpt.complete(out)] == ["step_000002", "step_000004"]
     file = max((out / "ckpt" / "step_000004").iterdir(), key=lambda f: f.stat().st_size)
     os.truncate(file, file.stat().st_size - 1)
+    assert [p.name for p in ckpt.complete(out)] == ["step_000002"]
+    with pytest.raises(UserError, match=f"{file} is damaged"):
+        ckpt.check(ckpt.find(out, "auto"))
+    (out / "ckpt" / "step_000004" / "COMPLETE").unlink()
     assert ckpt.find(out, "auto").name == "step_000002"
     (out / "ckpt" / "step_000002" / "COMPLETE").unlink()
     assert ckpt.find(out, "auto") is None
@@ -342,7 +350,7 @@ def test_the_command_exports_either_model(two_ranks, tmp_path):
     ckpt.main(["export", str(out), "best", str(tmp_path / "best"), "critic"])
     assert (tmp_path / "best" / "model.safetensors").is_file()
     for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "holds no ref"),
-                       (["four", "x"], "needed: python ckpt.py export RUN STEP.best OUT")):
+                       (["four", "x"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
             ckpt.main(["export", str(out), *argv])
 
@@ -376,3 +384,376 @@ def test_signals_are_handled_only_while_training():
         assert dist.stop_signal and signal.getsignal(signal.SIGINT) != before[1]
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
     time.sleep(0.5)  # longer than the grace
+
+
+# --- nothing of the user's is removed, nothing is written twice
+
+
+def tree(folder):
+    """What is in a folder, by path: the bytes of each file, and where each link points."""
+    return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes()
+            for p in sorted(folder.rglob("*")) if p.is_symlink() or p.is_file()}
+
+
+def copy_of(two_ranks, out):
+    """A run's folder that has the checkpoints of `two_ranks` and nothing else."""
+    shutil.copytree(two_ranks[0] / "ckpt", out / "ckpt", symlinks=True)
+    return out
+
+
+@pytest.mark.parametrize("where", ["the run", "its folder of checkpoints", "a folder with a file", "a link",
+                                   "a file", "a link to nothing"])
+def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
+    """Refused in one line, before the checkpoint is read: here it is damaged. Nothing has changed."""
+    run_ = copy_of(two_ranks, tmp_path / "run")
+    flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("a year of work")
+    (tmp_path / "link").symlink_to("mine")
+    (tmp_path / "dangling").symlink_to("nothing")
+    out = tmp_path / {"the run": "run", "its folder of checkpoints": "run/ckpt", "a link": "link",
+                      "a folder with a file": "mine", "a file": "mine/thesis.tex"}.get(where, "dangling")
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=f"{out} .*; needed: a new path") as said:
+        ckpt.main(["export", str(run_), "4", str(out)])
+    assert "\n" not in str(said.value) and tree(tmp_path) == before
+
+
+def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
+    """An export goes to a new path, into an empty folder, and in the place of an earlier export, whose marker
+    says of which step of which run it is. Nothing else is left beside it."""
+    (tmp_path / "empty").mkdir()
+    for name, step in (("new", 2), ("empty", 2), ("new", 4)):
+        ckpt.main(["export", str(two_ranks[0]), str(step), str(tmp_path / name)])
+        marker = json.loads((tmp_path / name / "torz.json").read_text())
+        assert (marker["run"], marker["step"], marker["who"]) == (str(two_ranks[0]), step, "policy")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "new"]
+    ours, theirs = (f / "model.safetensors" for f in (tmp_path / "new", two_ranks[0] / "export" / "policy"))
+    assert ours.read_bytes() == theirs.read_bytes() != (tmp_path / "empty/model.safetensors").read_bytes()
+    assert json.loads((theirs.parent / "torz.json").read_text())["step"] == 4
+
+
+def test_make_demo_moves_a_finished_run_aside(tmp_path):
+    """Three demos, each of which finishes: all three runs are there. An unfinished one is not moved."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-cpu.txt", ".venv/.demo", "runs/tiny-base-0/tiny.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    out = tmp_path / "runs" / "mine"
+    (tmp_path / ".venv/bin").mkdir()
+    program = tmp_path / ".venv/bin/torchrun"  # stands for the training, whose result is a number here
+    program.write_text(f"#!/bin/sh\nmkdir -p {out}$DONE; [ -f {out}/n ] || echo $N > {out}/n\n")
+    program.chmod(0o755)
+
+    def demo(number, done):
+        env = os.environ | {"N": number, "DONE": done}
+        return subprocess.run(["make", "demo", f"OUT={out}"], cwd=tmp_path, env=env, capture_output=True,
+                              text=True, check=True).stdout
+
+    said = [demo(*args) for args in (("1", "/export/policy"), ("2", "/export/policy"), ("3", ""), ("4", ""))]
+    assert {p.name: (p / "n").read_text() for p in out.parent.glob("mine*")} == {
+        "mine": "3\n", "mine.1": "1\n", "mine.2": "2\n"}
+    assert [f"{out} is now" in s for s in said] == [False, True, True, False]
+
+
+def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
+    """A complete one of the same step stays, bit by bit. What a crash left of one is replaced, unless
+    something in it is not a checkpoint's."""
+    run_ = copy_of(two_ranks, tmp_path / "run")
+    final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
+
+    def publish():
+        shutil.rmtree(temp, ignore_errors=True)
+        shutil.copytree(run_ / "ckpt" / "step_000002", temp)
+        (temp / "COMPLETE").unlink()
+        ckpt.publish(temp, final, 1, {})
+
+    before = tree(final)
+    with pytest.raises(OSError, match="step_000004 exists"):
+        publish()
+    assert tree(final) == before and temp.exists()
+    (final / "COMPLETE").unlink()
+    (final / "notes.txt").write_text("mine")
+    before = tree(final)
+    with pytest.raises(OSError, match="step_000004 exists.*notes.txt"):
+        publish()
+    assert tree(final) == before
+    (final / "notes.txt").unlink()
+    publish()
+    assert ckpt.is_complete(final) and not temp.exists()
+    assert tree(final)["state.json"] == tree(run_ / "ckpt" / "step_000002")["state.json"]
+    (tmp_path / "else").mkdir()
+    shutil.rmtree(final)
+    final.symlink_to(tmp_path / "else")
+    with pytest.raises(OSError, match="step_000004 exists"):
+        publish()
+    assert final.is_symlink() and not list((tmp_path / "else").iterdir())
+
+
+def small(out, **changes):
+    """Saver, models and facts of a run with a small sharded model and Adam, on the ranks of this process."""
+    mesh = dist.mesh(dist.init("cpu", "float32"))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
+    models = {"policy": (model, torch.optim.Adam(model.parameters()))}
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], **{"lr_decay": "constant", "keep_best": ""} | changes)
+    facts = {"config": dataclasses.asdict(cfg), "problems": "some"}
+    return ckpt.Saver(out, models, cfg, facts, 0), models, facts
+
+
+def short(out):
+    """The message of a run shorter than its checkpoint, and where a run of just that length starts."""
+    saver, models, facts = small(out, steps=9)
+    assert saver.save(3, wait=True) == ""
+    path, said = ckpt.find(out, "auto"), ""
+    try:
+        ckpt.resume(path, models, facts | {"config": facts["config"] | {"steps": 2}})
+    except UserError as e:
+        said = str(e)
+    return said, ckpt.resume(path, models, facts | {"config": facts["config"] | {"steps": 3}})
+
+
+def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(tmp_path):
+    for said, start in run_ranks(2, short, tmp_path):
+        assert "step_000003" in said and "--steps 3 or more, or another --out" in said and start == 3
+
+
+def test_a_finished_run_started_again_saves_nothing(base, two_ranks, tmp_path):
+    out = copy_of(two_ranks, tmp_path / "run")
+    before = {p: p.stat().st_ino for p in out.rglob("*/step_*/*")}
+    run(base, out, ranks=2)
+    assert before and before == {p: p.stat().st_ino for p in out.rglob("*/step_*/*")}
+
+
+# --- every byte is the one that was saved
+
+
+def flip(file):
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_mark_has_size_and_checksum_of_every_file(two_ranks):
+    for folder in ckpt.complete(two_ranks[0]):
+        mark = json.loads((folder / "COMPLETE").read_text())
+        files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "COMPLETE"}
+        assert mark == {name: {"bytes": len(data), "crc32": f"{binascii.crc32(data):08x}"}
+                        for name, data in files.items()} and len(mark) == 3
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "cut"])
+def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
+    """One changed bit, or a lost byte, in the newest checkpoint: resume and export name the file, the older
+    checkpoint and what to do, and `verify` finds it. With the damaged one moved away the older is found."""
+    out = copy_of(two_ranks, tmp_path / "run")
+    folder = out / "ckpt" / "step_000004"
+    file = folder / ("shard-00001.safetensors" if name == "cut" else name)
+    flip(file)
+    if name == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    messages = run_ranks(2, ranks.main, dataclasses.replace(base, out=str(out)))
+    assert messages[0] == messages[1] and "\n" not in messages[0]
+    assert f"{file} is damaged" in messages[0] and f"move {folder} away" in messages[0]
+    assert "step_000002" in messages[0] and not (out / "export").exists()
+    with pytest.raises(UserError, match=f"{file.name} is damaged|no complete checkpoint"):
+        ckpt.main(["export", str(out), "4", str(tmp_path / "hf")])
+    with pytest.raises(UserError, match="1 of 2 checkpoints"):
+        ckpt.main(["verify", str(out)])
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "step_000002: whole" in said[0]
+    assert "step_000004" in said[1] and file.name in said[1]
+    folder.rename(out / "ckpt" / "damaged")
+    assert ckpt.find(out, "auto").name == "step_000002"
+    ckpt.main(["verify", str(out)])
+
+
+def test_a_checkpoint_without_checksums_still_loads(base, two_ranks, tmp_path, capsys):
+    """The mark of an earlier version has sizes alone."""
+    out = copy_of(two_ranks, tmp_path / "run")
+    for folder in ckpt.complete(out):
+        sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "COMPLETE"}
+        (folder / "COMPLETE").write_text(json.dumps(sizes))
+    assert equal(restore(1, base, out)[0], restore(1, base, two_ranks[0])[0])
+    ckpt.main(["verify", str(out)])
+    assert capsys.readouterr().out.count("no checksums") == 2
+
+
+# --- what is not finite is not saved
+
+
+def poisoned(out, what):
+    """The message when a number that is not finite is saved after a good save; `what` says where it is."""
+    saver, models, _ = small(out)
+    model, optimizer = models["policy"]
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert saver.save(1, wait=True) == ""
+    place = model[0].weight if what == "weight" else optimizer.state[model[0].weight]["exp_avg_sq"]
+    local = place.to_local() if isinstance(place, DTensor) else place
+    if dist.td.get_rank() == 1:  # on one rank alone
+        with torch.no_grad():
+            local.view(-1)[0] = torch.nan if what == "weight" else torch.inf
+    warning = saver.save(2)
+    try:
+        return warning + saver.finish()
+    except UserError as e:
+        return f"refused: {e}"
+
+
+@pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
+    """The run ends at once, on every rank: the line names the tensor, the step and the last checkpoint."""
+    key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
+    for said in run_ranks(2, poisoned, tmp_path, what):
+        assert said.startswith("refused: ") and f"{key} " in said and "after 2 steps" in said
+        assert "step_000001" in said and "\n" not in said
+    assert [p.name for p in (tmp_path / "ckpt").iterdir()] == ["step_000001"]
+
+
+def exported(base, out, value):
+    """Export a policy whose last weight is `value`. Returns the message of a mistake, or ""."""
+    dist.init("cpu", "float32")
+    policy = load_policy(base.model)
+    with torch.no_grad():
+        policy.model.norm.weight[-1] = value
+    try:
+        ckpt.export_hf(dist.full_weights(policy), policy, load_tokenizer(base.model), base.model, out)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+def test_weights_that_are_not_finite_are_never_exported(base, tmp_path):
+    """Refused with the tensor's name, on every rank. The earlier export stays."""
+    assert run_ranks(2, exported, base, tmp_path / "hf", 1.0) == ["", ""]
+    before = tree(tmp_path)
+    for value in (torch.nan, torch.inf):
+        for said in run_ranks(2, exported, base, tmp_path / "hf", value):
+            assert "model.norm.weight" in said and "not finite" in said
+        assert tree(tmp_path) == before
+
+
+# --- what else may lie in a run's folder
+
+
+def busy(out, steps, disk):
+    """What the saves of `steps` say, on this rank. `disk`: what to do after the first one."""
+    saver, _, _ = small(out, keep=1, keep_best="auto")
+    said = []
+    for step in steps:
+        said.append(saver.save(step, wait=True))
+        if disk and step == steps[0]:
+            disk()
+    return said
+
+
+def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
+    """Copies, other folders, files and a linked checkpoint fail no save; they are neither pruned nor
+    chosen."""
+    out = tmp_path / "run"
+    folder = out / "ckpt"
+    for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
+        shutil.copytree(two_ranks[0] / "ckpt" / "step_000002", folder / name)
+    shutil.copytree(folder / "step_best", tmp_path / "elsewhere")
+    (folder / "step_000000").symlink_to(tmp_path / "elsewhere")
+    (folder / "step_notes.txt").write_text("mine")
+    rows = [json.dumps({"step": step, "eval/a/avg@1": 0.1 * step}) + "\n" for step in (1, 2, 3)]
+    (out / "metrics.jsonl").write_text("".join(rows))
+    before = tree(tmp_path)
+    (said,) = run_ranks(1, busy, out, (1, 2, 3), None)
+    assert "ckpt/best is no link" in said[0] and said[1:] == ["", ""]
+    after = tree(tmp_path)
+    assert {k: v for k, v in after.items() if "step_000003/" not in k} == before
+    assert [p.name for p in ckpt.complete(out)] == ["step_000000", "step_000003"]
+    assert ckpt.find(out, "auto").name == "step_000003"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_once(tmp_path):
+    """Its disk has become read-only. The saves succeed; only the first of them says so."""
+    old = tmp_path / "run" / "ckpt" / "step_000001"
+
+    def protect():
+        for command in (["--bind", old, old], ["-o", "remount,ro,bind", old]):
+            subprocess.run(["mount", *command], check=True, capture_output=True)
+
+    if os.geteuid() or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("mounting takes root")
+    try:
+        (said,) = run_ranks(1, busy, tmp_path / "run", (1, 2, 3, 4), protect)
+        assert said[0] == said[2] == said[3] == "" and "step_000001 can't be removed" in said[1]
+        assert [p.name for p in ckpt.complete(tmp_path / "run")] == ["step_000001", "step_000004"]
+    finally:
+        subprocess.run(["umount", "-l", old], check=False)
+
+
+def test_notes_in_an_old_checkpoint_stay(tmp_path):
+    """A file of the user's in a checkpoint that is pruned is left there, and its folder with it."""
+    old = tmp_path / "ckpt" / "step_000001"
+    (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
+    assert said[0] == said[2] == "" and "step_000001 can't be removed" in said[1]
+    assert [p.name for p in old.iterdir()] == ["notes.txt"]
+    assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
+
+
+def test_checkpoints_on_another_disk(tmp_path):
+    """`ckpt` may be a link to a folder elsewhere."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "big").mkdir()
+    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "big")
+    assert run_ranks(2, busy, tmp_path / "run", (1, 2), None) == [["", ""]] * 2
+    assert [p.name for p in (tmp_path / "big").iterdir()] == ["step_000002"]
+    assert ckpt.find(tmp_path / "run", "auto") == tmp_path / "run" / "ckpt" / "step_000002"
+
+
+def test_a_checkpoint_by_any_of_its_names(two_ranks, tmp_path, monkeypatch):
+    """--resume takes a path with `..`, a relative one and the link `best`; the checkpoint is found under its
+    own name. By none of them an older checkpoint of the run itself is taken."""
+    there, out = copy_of(two_ranks, tmp_path / "there"), copy_of(two_ranks, tmp_path / "out")
+    two, four = (there / "ckpt" / f"step_00000{n}" for n in (2, 4))
+    (there / "ckpt" / "best").unlink(missing_ok=True)
+    (there / "ckpt" / "best").symlink_to("step_000002")
+    (out / "ckpt" / "best").unlink(missing_ok=True)
+    (out / "ckpt" / "best").symlink_to("step_000002")
+    monkeypatch.chdir(tmp_path)
+    new = tmp_path / "new"
+    assert ckpt.find(new, f"{there}/ckpt/best") == ckpt.find(new, "there/ckpt/best") == two
+    assert ckpt.find(new, f"{there}/ckpt/../ckpt/step_000004/.") == ckpt.find(new, "out/../there") == four
+    for name in ("out/ckpt/../ckpt/step_000002", "there/../out/ckpt/step_000002", f"{out}/ckpt/./step_000002",
+                 "out/ckpt/best"):
+        with pytest.raises(UserError, match="is older than"):
+            ckpt.find(out, name)
+
+
+def test_steps_of_any_number_of_digits_are_in_order(tmp_path):
+    """A million steps come after 999,999; the older of the two is pruned."""
+    scores = {999_999: 0.5, 1_000_000: 0.5}
+    rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
+    for step in (999_998, *scores):
+        ckpt.step_folder(tmp_path, step).mkdir(parents=True)
+        (ckpt.step_folder(tmp_path, step) / "COMPLETE").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    assert ckpt.find(tmp_path, "auto").name == "step_1000000"
+    ckpt.prune(tmp_path, 1, "auto")
+    assert [p.name for p in ckpt.complete(tmp_path)] == ["step_1000000"]
+    assert os.readlink(tmp_path / "ckpt" / "best") == "step_1000000"
+
+
+def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
+    """The line names the folder that is missing; with --model the export has the bytes that it would have."""
+    out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
+    for folder in ckpt.complete(out):
+        state = json.loads((folder / "state.json").read_text())
+        state["config"]["model"] = "/gone/base"
+        (folder / "state.json").write_text(json.dumps(state))
+        sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "COMPLETE"}
+        (folder / "COMPLETE").write_text(json.dumps(sizes))
+    shutil.copytree(base.model, moved)
+    for who in ("policy", "critic"):
+        with pytest.raises(UserError, match="no model folder '/gone/base'; needed: --model"):
+            ckpt.main(["export", str(out), "4", str(tmp_path / who), who])
+        ckpt.main(["export", str(out), "4", str(tmp_path / who), who, "--model", moved])
+        ours, theirs = tree(tmp_path / who), tree(two_ranks[0] / "export" / who)
+        assert {k: v for k, v in ours.items() if k != "torz.json"} == {
+            k: v for k, v in theirs.items() if k != "torz.json"}
