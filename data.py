@@ -270,14 +270,47 @@ def prompt_encoder(template: str, tokenizer: Any,
         return lambda prompts: tokenizer.apply_chat_template(
             [turns if turns[0]["role"] == "system" else first + turns for turns in prompts],
             tokenize=True, add_generation_prompt=True, return_dict=False)
-    form = TEMPLATES.get(template)
+    form = prompt_form(template)
+    return lambda prompts: tokenizer(
+        [form.replace("{problem}", turns[-1]["content"]) for turns in prompts]).input_ids
+
+
+def prompt_form(template: str) -> str:
+    """The text of a template, with {problem} in it; "" for the tokenizer's chat template. Raises UserError
+    for one that doesn't exist or has no {problem}."""
+    form = "" if template == "chat" else TEMPLATES.get(template)
     if form is None:
         require(os.path.isfile(template), f"no template {template!r}",
                 "--template orz, plain, chat or a text file with {problem}")
         form = Path(template).read_text(encoding="utf-8")
         require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
-    return lambda prompts: tokenizer(
-        [form.replace("{problem}", turns[-1]["content"]) for turns in prompts]).input_ids
+    return form
+
+
+def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
+    """A Jinja chat template that asks as `prompt_encoder` does. `form`: see prompt_form. With "" it is the
+    tokenizer's own, with the system prompt where a conversation has none. Otherwise it shows one user turn,
+    and raises for any other conversation. "" where the tokens would differ."""
+    if not form:
+        first = f"[{{'role': 'system', 'content': {_jinja(system_prompt)}}}]"
+        start = ("{% if messages[0]['role'] != 'system' %}{% set messages = " + first
+                 + " + messages %}{% endif %}{{ '' }}")
+        return start * bool(system_prompt) + tokenizer.get_chat_template()
+    bare, ids = (tokenizer("1", add_special_tokens=special).input_ids for special in (False, True))
+    at = next(i for i in range(len(ids)) if ids[i:i + len(bare)] == bare)  # after the BOS, where there is one
+    before, after = (tokenizer.convert_ids_to_tokens(some) for some in (ids[:at], ids[at + len(bare):]))
+    pieces = map(_jinja, "".join([*before, form, *after]).split("{problem}"))
+    found = ("{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
+             "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
+             "{{ " + " + messages[0]['content'] + ".join(pieces) + " }}")
+    asked = tokenizer.apply_chat_template(conversation([("user", "1 + 1")]), chat_template=found,
+                                          return_dict=False)
+    return found if asked == tokenizer(form.replace("{problem}", "1 + 1")).input_ids else ""
+
+
+def _jinja(text):
+    """The text as a string of Jinja, which reads the escapes of Python."""
+    return "'" + text.encode("unicode_escape").decode().replace("'", "\\'") + "'"
 
 
 def _tokens(rows, encode, path, cfg):
