@@ -51,6 +51,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 import dist
 import plan
 from configs import Config, UserError, changed, require, user_errors
+from data import chat_template, prompt_form
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
 
@@ -157,7 +158,7 @@ class Saver:
     def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any],
                  saved: int | None) -> None:
         self.out, self.cfg = out, cfg
-        self.facts = facts | {"models": list(models)}
+        self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         for who in models:  # before the training, not after it
             _raise_on_all(refusal(out / "export" / who))
         self.saved = self.step = saved  # `step` is that of the save in flight
@@ -217,8 +218,7 @@ class Saver:
         self.failures = self.failures + 1 if error else 0
         if not error:
             self.saved = self.step
-        require(not self.not_finite, error, "another --out with smaller learning rates, or with "
-                "--resume and an older checkpoint")
+        require(not self.not_finite, error, "another --out, with smaller learning rates")
         require(self.failures < 2, f"two saves in a row failed, the last one with: {error}",
                 f"a {self.out} that can be written to")
         return "" if self.reported else error + left
@@ -313,13 +313,15 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def read_mark(folder: Path) -> dict[str, tuple[int, str]] | None:
-    """Bytes and checksum of each file that a checkpoint's mark names; None without a mark. Versions before
-    had no checksums: ""."""
+    """Bytes and checksum of each file that a checkpoint's mark names; None without a mark. A mark that can't
+    be read names itself. Earlier versions had no checksums: ""."""
     try:
         mark = json.loads((folder / "COMPLETE").read_text())
-    except (OSError, ValueError):
+        return {name: (x, "") if isinstance(x, int) else (x["bytes"], x["crc32"]) for name, x in mark.items()}
+    except OSError:
         return None
-    return {name: (x, "") if isinstance(x, int) else (x["bytes"], x["crc32"]) for name, x in mark.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {"COMPLETE": (-1, "")}
 
 
 def marked(out: Path) -> list[Path]:
@@ -395,13 +397,16 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Remove a checkpoint's own files, its mark first: half of a checkpoint must not count. Raises OSError,
-    also where something else is in the folder."""
+    """Remove a checkpoint's own files, its mark first: half of a checkpoint must not count. Its export goes
+    too. Raises OSError, also where something else is in the folder."""
     (folder / "COMPLETE").unlink()
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
             file.unlink()
     folder.rmdir()
+    exported = folder.parent.parent / "export" / folder.name  # --export_kept
+    if is_export(exported):
+        shutil.rmtree(exported)
 
 
 def _link_best(link, name):
@@ -551,6 +556,9 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
         save_torch_state_dict(state, temp)
         config.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
+        template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"]) if facts else ""
+        if template:
+            (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
         for file in Path(source).glob("generation_config.json"):
             shutil.copy(file, temp)
         _replace(out, temp)
@@ -576,10 +584,12 @@ def critic_class(config: PreTrainedConfig) -> type:
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
-def marker(run: Path, step: int, who: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an export's marker says: where the model is from, and how it was asked in training."""
-    asked = ("template", "system_prompt", "stop", "temperature")
-    return {"run": str(run), "step": step, "who": who} | {name: config[name] for name in asked}
+def marker(run: Path, step: int, who: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What an export's marker says: where the model is from, and how it was asked in training. `facts`: what
+    state.json says. `prompt` is the text of --template, or "" for the tokenizer's chat template."""
+    config, names = facts["config"], ("template", "system_prompt", "stop", "temperature")
+    prompt = facts["prompt"] if "prompt" in facts else prompt_form(config["template"])  # earlier versions
+    return {"run": str(run), "step": step, "who": who, "prompt": prompt} | {k: config[k] for k in names}
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
@@ -600,7 +610,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
     dcp.load({who: weights}, storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=True)
-    facts = marker(run.absolute(), saved["step"], who, saved["config"])
+    facts = marker(run.absolute(), saved["step"], who, saved)
     export_hf(weights.items(), model, load_tokenizer(base or saved["config"]["model"]), source, out, facts)
     print(f"{out}: the {who} after {saved['step']} steps")
 

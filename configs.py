@@ -191,6 +191,7 @@ class Config:
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
+    export_kept: bool = False  # export the policy with each checkpoint too, to export/step_NNNNNN
     grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
     stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
     go: bool = False  # train although first responses all score 0 or are cut, or gold answers can't be graded
@@ -390,9 +391,9 @@ CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once
 # the problems themselves, so the files and the template may be named differently.
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit max_logp_gap
-    critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks device
-    dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
+    eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit
+    max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
+    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
 """.split())
 
 

@@ -190,11 +190,15 @@ def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic as Hugging Face folders."""
     run.log.alarm(run.saver.save(run.cfg.steps, wait=True))
     for role in filter(None, (run.policy, run.critic)):
-        weights = dist.full_weights(role.model, run.world.device)
-        folder = run.log.out / "export" / role.name
-        facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, vars(run.cfg))
-        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)), folder,
-                       facts)
+        export(run, role, run.cfg.steps, role.name)
+
+
+def export(run: Run, role: Role, step: int, name: str) -> None:
+    """Export the role's weights after `step` steps to export/NAME as a Hugging Face folder."""
+    weights = dist.full_weights(role.model, run.world.device)
+    facts = ckpt.marker(run.log.out, step, role.name, run.saver.facts)
+    ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)),
+                   run.log.out / "export" / name, facts)
 
 
 # --- starting
@@ -632,6 +636,8 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
             log.alarm(run.saver.save(step + 1))
+            if cfg.export_kept:
+                export(run, run.policy, step + 1, f"step_{step + 1:06d}")
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
     if cfg.verbose:

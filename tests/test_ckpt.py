@@ -5,6 +5,7 @@ import binascii
 import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -16,8 +17,10 @@ import pytest
 import ranks
 import torch
 from conftest import ROOT, maths, run, run_ranks, start_ranks
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,8 +28,10 @@ from torch.distributed.tensor import DTensor
 import ckpt
 import dist
 from configs import PRESETS, UserError, changed
+from data import prompt_encoder, prompt_form
 from log import read_metrics
-from model import load_policy, load_tokenizer
+from model import load_critic, load_policy, load_tokenizer
+from tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
@@ -543,7 +548,7 @@ def test_the_mark_has_size_and_checksum_of_every_file(two_ranks):
                         for name, data in files.items()} and len(mark) == 3
 
 
-@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "cut"])
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
     """One changed bit, or a lost byte, in the newest checkpoint: resume and export name the file, the older
     checkpoint and what to do, and `verify` finds it. With the damaged one moved away the older is found."""
@@ -551,7 +556,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     folder = out / "ckpt" / "step_000004"
     file = folder / ("shard-00001.safetensors" if name == "cut" else name)
     flip(file)
-    if name == "cut":
+    if name in ("cut", "COMPLETE"):
         os.truncate(file, file.stat().st_size - 1)
     messages = run_ranks(2, ranks.main, dataclasses.replace(base, out=str(out)))
     assert messages[0] == messages[1] and "\n" not in messages[0]
@@ -757,3 +762,98 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
         ours, theirs = tree(tmp_path / who), tree(two_ranks[0] / "export" / who)
         assert {k: v for k, v in ours.items() if k != "torz.json"} == {
             k: v for k, v in theirs.items() if k != "torz.json"}
+
+
+def test_no_pickle_is_read(two_ranks, base, tmp_path):
+    """Pickles that would run code, under the names that other programs read: neither resume, export nor
+    loading a base model opens them."""
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    data = pickle.dumps(Payload())
+    pickle.loads(data)
+    (tmp_path / "ran").rmdir()  # it would have been noticed
+    out, model = copy_of(two_ranks, tmp_path / "run"), tmp_path / "model"
+    shutil.copytree(base.model, model)
+    for folder in (out / "ckpt" / "step_000004", out / "ckpt", out, model):
+        for name in (".metadata", "0.metadata", "__0_0.distcp", "pytorch_model.bin", "training_args.bin"):
+            (folder / name).write_bytes(data)
+    assert equal(restore(1, base, out)[0], restore(1, base, two_ranks[0])[0])
+    ckpt.main(["export", str(out), "4", str(tmp_path / "hf"), "--model", str(model)])
+    load_policy(str(model)), load_critic(str(model)), load_tokenizer(str(model))
+    assert not (tmp_path / "ran").exists()
+
+
+# --- exports
+
+
+QUESTIONS = ["12+30=", "  Is 'a' < \"b\"?\\n\n\tpäivää \u2028 \U0001f600 {{ x }} {% if %} {problem} <b>&\n"]
+FILE = "It's \"{problem}\"\\n\n{{ '{problem}' }}{# no #}\U0001f600\n"  # a template with all that Jinja knows
+
+
+def asked(tokenizer, question, system=""):
+    turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
+def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
+    """The tokens of its chat template for one user turn are the training prompt's, with BOS where the
+    tokenizer adds it. A conversation that the training prompt can't show raises."""
+    tokenizer = make_tokenizer(chat=template.startswith("chat"))
+    if bos:
+        start = tokenizer.eos_token
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=f"{start} $A", special_tokens=[(start, tokenizer.eos_token_id)])
+    (tmp_path / "ask.txt").write_text(FILE)
+    config = dataclasses.asdict(dataclasses.replace(
+        base, template=str(tmp_path / "ask.txt") if template == "file" else template.partition(" ")[0],
+        system_prompt="It's \"short\".\n" if " " in template else ""))
+    facts = ckpt.marker(tmp_path, 3, "policy", {"config": config, "prompt": prompt_form(config["template"])})
+    policy = load_policy(base.model)
+    ckpt.export_hf(dist.full_weights(policy), policy, tokenizer, base.model, tmp_path / "hf", facts)
+    served = load_tokenizer(str(tmp_path / "hf"))
+    encode = prompt_encoder(config["template"], tokenizer, config["system_prompt"])
+    for question in QUESTIONS:
+        trained = encode([[{"role": "user", "content": question}]])[0]
+        assert asked(served, question) == list(trained)
+        assert (trained[0] == tokenizer.eos_token_id) == (bos and not template.startswith("chat"))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    if template.startswith("chat"):
+        assert asked(served, "a", "mine") == list(encode([[{"role": "system", "content": "mine"},
+                                                           {"role": "user", "content": "a"}]])[0])
+    else:
+        for conversation in (turns[:3], turns[1:2], [{"role": "system", "content": "s"}, turns[0]]):
+            with pytest.raises(TemplateError, match="one user turn"):
+                served.apply_chat_template(conversation)
+    marker = json.loads((tmp_path / "hf" / "torz.json").read_text())
+    assert marker["template"] == config["template"] and marker["stop"] == list(base.stop)
+    assert marker["temperature"] == base.temperature
+
+
+def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
+    """The text of --template FILE is in every checkpoint: a run and an export do not need the file later."""
+    (tmp_path / "ask.txt").write_text("Q: {problem} A:")
+    cfg = dataclasses.replace(base, template=str(tmp_path / "ask.txt"), steps=1, eval_data=(), save_every=1)
+    run(cfg, tmp_path / "run")
+    (tmp_path / "ask.txt").unlink()
+    ckpt.main(["export", str(tmp_path / "run"), "last", str(tmp_path / "hf")])
+    for folder in (tmp_path / "run" / "export" / "policy", tmp_path / "hf"):
+        tokenizer = load_tokenizer(str(folder))
+        assert tokenizer.decode(asked(tokenizer, "1+1=")) == "Q: 1+1= A:"
+
+
+def test_kept_checkpoints_are_exported(base, tmp_path):
+    """With --export_kept every checkpoint that is kept has its policy in export/, with the bytes that the
+    command exports, and what is not kept has not."""
+    cfg = dataclasses.replace(base, save_every=1, keep=2, keep_best="", eval_data=(), export_kept=True)
+    run(cfg, tmp_path / "run", ranks=2)
+    assert [p.name for p in ckpt.complete(tmp_path / "run")] == ["step_000003", "step_000004"]
+    export = tmp_path / "run" / "export"
+    assert sorted(p.name for p in export.iterdir()) == ["critic", "policy", "step_000003"]
+    ckpt.main(["export", str(tmp_path / "run"), "3", str(tmp_path / "hf")])
+    ckpt.main(["export", str(tmp_path / "run"), "last", str(tmp_path / "last")])
+    for ours, theirs in ((export / "step_000003", tmp_path / "hf"), (export / "policy", tmp_path / "last")):
+        assert tree(ours) == tree(theirs)
