@@ -21,11 +21,12 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from configs import Config, UserError, read_jsonl
-from data import Sample, group_by_prompt
+from data import Pack, Sample, group_by_prompt
 from reward import REASONS
 
 # Edges of the histogram behind a 99th percentile. It takes the tokens of all packs and ranks.
@@ -198,11 +199,15 @@ class Logger:
                 row = {"step": self.next_step if step is None else step, "text": text}
                 _append(self.out / "alarms.jsonl", row)
 
-    def dump(self, name: str, what: object) -> Path:
-        """Save `what` of this rank with torch.save. Returns the file, OUT/{name}_rank{rank}.pt."""
-        path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.pt"
+    def dump(self, name: str, packs: Sequence[Pack]) -> Path:
+        """Save this rank's packs; `0.tokens` is the field `tokens` of the first one. Returns the file,
+        OUT/{name}_rank{rank}.safetensors."""
+        path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(what, path)
+        fields = {f"{i}.{key}": value for i, p in enumerate(packs) for key, value in vars(p).items()}
+        # Copies, because save_file takes no two tensors that share memory.
+        state = {k: torch.as_tensor(x).to("cpu", copy=True) for k, x in fields.items() if x is not None}
+        save_file(state, path)
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

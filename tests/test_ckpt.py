@@ -26,10 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
+import data
 import dist
 from configs import PRESETS, UserError, changed
 from data import prompt_encoder, prompt_form
-from log import read_metrics
+from log import Logger, read_metrics
 from model import load_critic, load_policy, load_tokenizer
 from tiny import make_tokenizer
 
@@ -771,14 +772,14 @@ def test_no_pickle_is_read(two_ranks, base, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    data = pickle.dumps(Payload())
-    pickle.loads(data)
+    code = pickle.dumps(Payload())
+    pickle.loads(code)
     (tmp_path / "ran").rmdir()  # it would have been noticed
     out, model = copy_of(two_ranks, tmp_path / "run"), tmp_path / "model"
     shutil.copytree(base.model, model)
     for folder in (out / "ckpt" / "step_000004", out / "ckpt", out, model):
         for name in (".metadata", "0.metadata", "__0_0.distcp", "pytorch_model.bin", "training_args.bin"):
-            (folder / name).write_bytes(data)
+            (folder / name).write_bytes(code)
     assert equal(restore(1, base, out)[0], restore(1, base, two_ranks[0])[0])
     ckpt.main(["export", str(out), "4", str(tmp_path / "hf"), "--model", str(model)])
     load_policy(str(model)), load_critic(str(model)), load_tokenizer(str(model))
@@ -857,3 +858,12 @@ def test_kept_checkpoints_are_exported(base, tmp_path):
     ckpt.main(["export", str(tmp_path / "run"), "last", str(tmp_path / "last")])
     for ours, theirs in ((export / "step_000003", tmp_path / "hf"), (export / "policy", tmp_path / "last")):
         assert tree(ours) == tree(theirs)
+
+
+def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
+    """Each tensor and each number of each pack is there under its name, and what does not exist is not."""
+    packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
+    file = Logger(tmp_path, base, True, 0, {}).dump("nonfinite/step_000001_policy", packs)
+    want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
+            if value is not None}
+    assert equal(load_file(file), want) and len(want) > 20
