@@ -259,6 +259,8 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send outgoing[r] to rank r. Returns what the ranks sent here, in rank order. Pickled bytes over
     gloo."""
+    # Here and in `gather`: a pickle can run code, and these come from ranks of this run alone. Nothing that
+    # is pickled is written to a file or read from one.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
