@@ -867,3 +867,12 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
             if value is not None}
     assert equal(load_file(file), want) and len(want) > 20
+
+
+def test_a_foreign_file_of_tensors_is_damage(two_ranks, tmp_path):
+    """A safetensors file that the mark does not name would be read with the others."""
+    folder = copy_of(two_ranks, tmp_path) / "ckpt" / "step_000004"
+    ckpt.check(folder)
+    shutil.copy(folder / "shard-00000.safetensors", folder / "shard-00002.safetensors")
+    with pytest.raises(UserError, match="shard-00002.safetensors is damaged"):
+        ckpt.check(folder)
