@@ -43,7 +43,7 @@ import threading
 import time
 from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -68,6 +68,7 @@ MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is s
 MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
 CACHE = 16_384  # grades to remember by (answer, gold, kind): the samples of one prompt mostly agree
 CHUNK = 16  # most answers that a worker takes at once: each trip to it costs 0.2 ms
+LARGEST = 3.4028234e38  # absolute value of a custom reward: packs hold rewards as float32
 MAX_TASKS = 250  # chunks after which a fresh fork replaces a worker: sympy's caches grow
 WALL = 4  # a worker is also killed after WALL deadlines by the clock: it sleeps, or the machine is overloaded
 START = 300  # seconds that a server may take to start: importing from a network disk is slow
@@ -75,8 +76,8 @@ START = 300  # seconds that a server may take to start: importing from a network
 
 @dataclass(frozen=True)
 class Grade:
-    """`reward` is 1.0 or 0.0, or a custom reward's finite float. `reason` is one of REASONS. `answer` is the
-    extracted text."""
+    """`reward` is 1.0 or 0.0, or a custom reward's float, which float32 can hold. `reason` is one of REASONS.
+    `answer` is the extracted text."""
     reward: float
     reason: str
     answer: str | None
@@ -120,19 +121,17 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Graders come first. Raises UserError."""
     terms = []
     for spec in reward:
-        full, equals, weight = spec.rpartition("=") if re.search(r"=[^/:]*$", spec) else (spec, "", "1")
-        dataset, _, custom = full.rpartition("@") if ":" in full else ("", "", "")
-        try:
-            weight = float(weight)
-        except ValueError:
-            raise UserError(f"reward {spec!r} has weight {weight!r}; needed: NAME=NUMBER") from None
+        full, _, number = spec.rpartition("=") if re.search(r"=[^/:]*$", spec) else (spec, "", "1")
+        dataset, custom = _split_custom(full) if ":" in full else ("", "")
+        weight = _weight(number)
+        require(weight != 0, f"reward {spec!r} has weight {number!r}", "NAME=NUMBER, finite and not 0")
         known = [*KINDS, *parts]
         require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
                 f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
         name = dataset or custom.rpartition(":")[2] or ("accuracy" if full in KINDS else full)
         terms.append(Term(name, weight, full if full in KINDS else "", custom, dataset.casefold()))
     graders = [t for t in terms if t.kind or t.custom]
-    names = [t.name for t in terms]
+    names = [t.dataset or t.name for t in terms]
     require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
             f"one of {', '.join(KINDS)}, or {SPEC}")
     clash = sorted({t.name for t in graders} & set(parts))
@@ -142,17 +141,36 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     return graders + [t for t in terms if t not in graders]
 
 
+def _split_custom(spec):
+    """Data set and FILE.py:FUNCTION. A path that starts with / or . has no data set in front; in others the
+    first @ ends it, because a folder's name may have one too. Raises UserError."""
+    if "@" not in spec or spec.startswith(("/", ".")):
+        return "", spec
+    dataset, _, custom = spec.partition("@")
+    require(dataset != "", f"reward {spec!r} has no data set before its @",
+            f"DATASET@{SPEC}, or ./ in front of a path")
+    return dataset, custom
+
+
+def _weight(text):
+    """The number, or 0 for what is no finite number."""
+    try:
+        return float(text) if math.isfinite(float(text)) else 0.0
+    except ValueError:
+        return 0.0
+
+
 def kind_of(reward: Sequence[str]) -> str:
     """How --reward compares answers where a row does not say: one of KINDS."""
     return next((spec.partition("=")[0] for spec in reward if spec.partition("=")[0] in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
-    """1 if the whole response is a thought and an answer in their tags, each on lines of its own, else 0
-    (Open-R1's format reward)."""
-    start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>"
-    whole = text.startswith(start) and text.endswith(end)
-    return float(whole and middle in text[len(start):len(text) - len(end)])
+    """1 if the response begins with a thought and then an answer in their tags, each tag on a line of its
+    own, else 0 (Open-R1's format reward). As there, lines may follow the answer's last one."""
+    start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
+    _, _, answer = text[len(start):].partition(middle)
+    return float(text.startswith(start) and end in f"{answer}\n")
 
 
 def tag_count(text: str) -> float:
@@ -172,17 +190,46 @@ def repetition(text: str, n: int = 3) -> float:
 
 # --- in a worker
 
-# What a worker calls by name: custom rewards, or the errors that loading them raised. Set before forking.
+# What a worker calls by name: custom rewards, or the errors that loading them raised, with the file's folder.
+# Set before forking.
 _customs = {}
+_modules = {}  # folder of a custom reward -> the modules beside it, by name
 
 
 def _score(text, gold, kind, custom=""):
     """The reward of an answer, or of a response where `custom` names a user's function."""
     if not custom:
         return grade(text, gold, kind)
-    if isinstance(_customs[custom], Exception):
-        raise _customs[custom]
-    return _customs[custom](text, gold, kind)
+    function, folder = _customs[custom]
+    if isinstance(function, Exception):
+        raise function
+    with _beside(folder):
+        return function(text, gold, kind)
+
+
+@contextmanager
+def _beside(folder):
+    """Inside, imports find the modules of `folder` first. Afterwards these are put away, because another
+    reward's folder may have modules of the same names."""
+    own, before = _modules.setdefault(folder, {}), set(sys.modules)
+    sys.path.insert(0, folder)
+    sys.modules.update(own)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file may change the path too
+            sys.path.remove(folder)
+        for name in sys.modules.keys() - before:
+            if _lies_in(folder, name):
+                own[name] = sys.modules.pop(name)
+
+
+def _lies_in(folder, name):
+    """Whether an imported module is the folder's own, and not of an environment that lies below it."""
+    own = os.path.join(folder, name.partition(".")[0])
+    module = sys.modules[name]
+    places = getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())
+    return any(place == own or place.startswith((f"{own}.", f"{own}{os.sep}")) for place in places)
 
 
 def _grade_chunk(requests, deadline):
@@ -197,8 +244,8 @@ def _grade_chunk(requests, deadline):
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
             value = float(_score(*request))
-            if not math.isfinite(value):
-                raise ValueError(f"the reward function returned {value}; needed: a finite float")
+            if not abs(value) <= LARGEST:
+                raise ValueError(f"the reward function returned {value}; needed: a finite float32")
             outcomes.append((value, "correct" if value > 0 else "wrong", None))
         except BaseException as error:  # also the SystemExit of a custom reward
             outcomes.append((0.0, "error", f"{type(error).__name__}: {error}"[:500]))
@@ -222,12 +269,16 @@ def _init_worker():
 
 
 def _load_custom(reward):
+    """The function, or the error that its file raised when it was imported; and the file's folder."""
     path, _, name = reward.rpartition(":")
-    sys.path.insert(0, os.path.dirname(path))  # what the file imports may lie beside it
+    folder = os.path.dirname(path)
     try:
-        return runpy.run_path(path)[name]
+        with _beside(folder):
+            return runpy.run_path(path)[name], folder
     except Exception as error:
-        return error
+        return error, folder
+    except SystemExit as error:
+        return ImportError(f"{path} ends the process when it is imported: SystemExit({error})"), folder
 
 
 def _warm():
@@ -323,6 +374,9 @@ def serve(parent: int, workers: int, deadline: float, customs: Sequence[str], co
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    here = os.path.dirname(os.path.abspath(__file__))
+    for name in [name for name in sys.modules if name != "__main__" and _lies_in(here, name)]:
+        del sys.modules[name]  # a user's file may have modules of these names beside it
     _customs.update({custom: _load_custom(custom) for custom in customs})
     if compares:
         _warm()
@@ -375,7 +429,7 @@ class Grader:
         what a majority votes for."""
         answer = extract(text, extractor)
         if custom:
-            self._answers[key] = answer
+            self._answers[key] = answer if stopped else None
             request = text, gold.strip(), kind, self.customs[custom]
         else:
             request = answer, gold.strip(), kind

@@ -6,6 +6,8 @@ hostile answers end soon. `test_equality` compares in this process, without a de
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -394,12 +396,112 @@ def test_custom_reward(custom):
     assert set(grader.errors) == {"KeyError", "WorkerDied", "SystemExit", "ValueError", "TypeError"}
 
 
+def test_a_truncated_response_has_no_answer_whoever_grades_it(custom):
+    """So it doesn't vote for a majority."""
+    spec = custom("def score(response, answer, kind): return 1")
+    with Grader(customs=[spec], compares=False) as grader:
+        for stopped in (True, False):
+            grader.submit(stopped, boxed("5"), "5", stopped, custom=spec)
+        answers = {key: g.answer for key, g in grader.results().items()}
+    assert answers == {True: "5", False: None}
+
+
+def test_a_reward_that_float32_cannot_hold_is_an_error(custom):
+    """Packs are float32. The largest float32 itself is a reward."""
+    spec = custom("def score(response, answer, kind): return eval(response)")
+    bad, largest = ("1e39", "-1e39", "10**400", "float('inf')", "float('nan')"), "3.4028234e38"
+    with Grader(customs=[spec], compares=False) as grader:
+        for response in (*bad, largest):
+            grader.submit(response, response, "5", True, custom=spec)
+        grades = grader.results()
+    assert {(grades[value].reason, grades[value].reward) for value in bad} == {("error", 0.0)}
+    assert grades[largest].reward == 3.4028234e38 and grades[largest].reason == "correct"
+
+
+def test_a_file_that_ends_itself_at_import_is_an_error_that_names_it(custom):
+    spec = custom("import sys\nsys.exit(0)\n\n\ndef score(response, answer, kind): return 1")
+    with Grader(customs=[spec], compares=False) as grader:
+        grader.submit(0, "5", "5", True, custom=spec)
+        assert grader.results()[0].reason == "error"
+        (message,) = grader.errors.values()
+        assert "mine.py" in message and "\n" not in message
+
+
+# What a file may import that lies beside it: a module, a package, a folder, one only when it is called, and
+# names that torz has too.
+SIBLINGS = {
+    "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
+    "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
+    "answers.py": "from configs import VALUE",
+    "mine.py": """
+import answers
+import package.part
+import utils
+from folder import part
+def score(response, answer, kind):
+    import late
+    values = {{answers.VALUE, package.part.VALUE, utils.VALUE, part.VALUE, late.VALUE}}
+    return values.pop() if len(values) == 1 else -1
+"""}
+
+
+def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
+    """Two folders have modules of the same names. One worker calls both functions in turn."""
+    specs = {}
+    for n, folder in enumerate(("a", "b"), 1):
+        for name, text in SIBLINGS.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.format(n=n))
+        specs[n] = f"{tmp_path}/{folder}/mine.py:score"
+    with Grader(workers=1, customs=list(specs.values()), compares=True) as grader:
+        for i in range(6):
+            grader.submit(i, "x", str(i), True, custom=specs[1 + i % 2])
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        grades = grader.results()
+    assert grades.pop("compared").reason == "correct"
+    assert [grades[i].reward for i in range(6)] == [1, 2, 1, 2, 1, 2], grader.errors
+
+
 def test_a_custom_file_that_fails_to_import_is_an_error_not_a_crash(custom):
     spec = custom("def score(response, answer, kind): return 1\nraise RuntimeError('at import')")
     with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "y", True, custom=spec)
         assert grader.results()[0].reason == "error"
         assert grader.errors == {"RuntimeError": "RuntimeError: at import"}
+
+
+def open_r1_format(text: str) -> float:
+    """Open-R1's format reward by its regular expression, which may take quadratic time."""
+    pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+    return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
+
+
+GOOD = "<think>\na\n</think>\n<answer>\nb\n</answer>"
+
+
+@pytest.mark.parametrize("text", [
+    GOOD, GOOD + "\n", GOOD + "\nmore text", GOOD + " more", GOOD + " \n", f"{GOOD}x\n</answer>", f"\n{GOOD}",
+    f"so\n{GOOD}", GOOD + GOOD, GOOD + "\n" + GOOD, GOOD[8:], GOOD[:-1], GOOD.replace("\n", " "),
+    GOOD.replace("\na\n", "\n"), GOOD.replace("\nb\n", "\n"), GOOD.replace("\na\n", "\n\n"),
+    GOOD.replace("\nb\n", "\n\n"), GOOD.replace("</think>\n", "</think>\n\n"), GOOD.replace("a", GOOD), "",
+    GOOD + "\r\n", "<think>\n" + GOOD, GOOD.replace("b", "\n</answer>")])
+def test_the_format_reward_is_open_r1s(text):
+    assert reward.think_then_answer(text) == open_r1_format(text)
+
+
+def test_the_format_reward_is_open_r1s_on_random_texts_and_takes_linear_time():
+    rng, right = random.Random(0), 0
+    pieces = ["<think>\n", "\n</think>\n<answer>\n", "\n</answer>", "\n", "a", "</answer>", "</think>", " "]
+    for i in range(20_000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(8)))
+        text = "<think>\na" + text if i % 2 else text
+        assert reward.think_then_answer(text) == open_r1_format(text), text
+        right += open_r1_format(text) == 1
+    assert right > 500
+    start = time.process_time()
+    reward.think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
+    assert time.process_time() - start < 5
 
 
 # --- Killed processes.
