@@ -244,10 +244,23 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
 @pytest.mark.parametrize("reward,words", {
     ("maths",): "no reward 'maths' (did you mean math?)", ("math=x",): "weight 'x'",
     ("math", "exact"): "two parts of one name", ("format",): "no grader", ("overlong",): "no reward",
-    ("math", "a.py:f", "b.py:f"): "two parts of one name"}.items())
+    ("math", "a.py:f", "b.py:f"): "two parts of one name", ("math=nan",): "weight 'nan'",
+    ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'", ("math=0",): "weight '0'",
+    ("math", "tags=0.0"): "weight '0.0'", ("math", "d@a.py:f", "D@b.py:g"): "two parts of one name",
+    ("@a.py:f",): "no data set before its @"}.items())
 def test_a_wrong_reward_is_one_line(base, reward, words):
     with pytest.raises(UserError, match=re.escape(words)):
         rollout.terms_of(dataclasses.replace(base, reward=reward))
+
+
+@pytest.mark.parametrize("spec,dataset,custom", [
+    ("ifeval@r.py:f", "ifeval", "r.py:f"), ("openai/gsm8k@r.py:f", "openai/gsm8k", "r.py:f"),
+    ("/a/e@x/r.py:f", "", "/a/e@x/r.py:f"), ("./e@x/r.py:f", "", "./e@x/r.py:f"),
+    ("../e@x/r.py:f", "", "../e@x/r.py:f"), ("d@/a/e@x/r.py:f=0.5", "d", "/a/e@x/r.py:f"),
+    ("d@e@x/r.py:f", "d", "e@x/r.py:f"), ("/a/d=1/r.py:f", "", "/a/d=1/r.py:f")])
+def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dataset, custom):
+    (term,) = rollout.terms_of(dataclasses.replace(base, reward=(spec,)))
+    assert (term.dataset, term.custom) == (dataset, custom)
 
 
 @pytest.mark.parametrize("argv,words", [
