@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError  # of chat templates; transformers needs it too
 from torch import Tensor
 
 from configs import Config, UserError, require
@@ -163,7 +162,7 @@ class Problems(Sequence[Problem]):
         self._ends.append(len(self._tokens))
         path, weight, indices = self.files[-1]
         self.files[-1] = path, weight, range(indices.start, len(self))
-        self.digest.update(_identity(tuple(ids), row.answer, row.kind, weight))
+        self.digest.update(_identity(tuple(ids), row.answer, row.kind, weight, row.dataset))
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -227,7 +226,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
 
 
 class Repeated:
-    """Finds problems that came before with the same answer, by hashes. As text: what was dropped."""
+    """Finds problems that came before with the same answer, kind and data set, by hashes. As text: what was
+    dropped."""
 
     def __init__(self) -> None:
         self.count, self.count_across = 0, 0
@@ -238,7 +238,8 @@ class Repeated:
         """The rows of one more file that are not repeated."""
         self._files += 1
         for number, row in rows:
-            key = hashlib.blake2b(repr((row.turns, row.answer)).encode(), digest_size=8).digest()
+            same = repr((row.turns, row.answer, row.kind, row.dataset))
+            key = hashlib.blake2b(same.encode(), digest_size=8).digest()
             file = self._file_of.get(key)
             if file is None:
                 self._file_of[key] = self._files
@@ -262,14 +263,11 @@ def prompt_encoder(template: str, tokenizer: Any,
     """A function from conversations, whose last turns are the problems, to their prompts' tokens. The chat
     template shows all turns, and `system_prompt` first where a conversation has no system turn. The others
     show the problem. The tokenizer adds its BOS where it has one. Raises UserError for a template that
-    doesn't exist or has no {problem}."""
+    doesn't exist or has no {problem}; the function does for turns that the chat template leaves out."""
     if template == "chat":
         require(bool(getattr(tokenizer, "chat_template", None)), "this tokenizer has no chat template",
                 "--template orz or plain")
-        first = conversation([("system", system_prompt)] if system_prompt else [])
-        return lambda prompts: tokenizer.apply_chat_template(
-            [turns if turns[0]["role"] == "system" else first + turns for turns in prompts],
-            tokenize=True, add_generation_prompt=True, return_dict=False)
+        return _chat_encoder(tokenizer, system_prompt)
     form = prompt_form(template)
     return lambda prompts: tokenizer(
         [form.replace("{problem}", turns[-1]["content"]) for turns in prompts]).input_ids
@@ -313,9 +311,37 @@ def _jinja(text):
     return "'" + text.encode("unicode_escape").decode().replace("'", "\\'") + "'"
 
 
+def _chat_encoder(tokenizer, system_prompt):
+    first = conversation([("system", system_prompt)] if system_prompt else [])
+    looked_at = set()  # sequences of roles: a template shows the same turns of equal ones
+
+    def encode(prompts):
+        prompts = [turns if turns[0]["role"] == "system" else first + turns for turns in prompts]
+        for turns in prompts:
+            roles = tuple(turn["role"] for turn in turns)
+            if roles not in looked_at:
+                _check_shown(turns, tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True))
+                looked_at.add(roles)
+        return tokenizer.apply_chat_template(prompts, tokenize=True, add_generation_prompt=True,
+                                             return_dict=False)
+
+    return encode
+
+
+def _check_shown(turns, text):
+    """Raises UserError where a turn is not in the prompt's text. Spaces don't count: templates strip them.
+    Nor do the assistant's turns: templates cut their thoughts."""
+    text = "".join(text.split())
+    for turn in turns:
+        shown = turn["role"] == "assistant" or "".join(turn["content"].split()) in text
+        require(shown, f"the chat template doesn't show the {turn['role']} turn",
+                "a chat template that does, or another --template")
+
+
 def _tokens(rows, encode, path, cfg):
     """The tokens of the prompts of (number, row) pairs. Raises UserError with the row where the template
-    can't show all turns."""
+    can't show all turns, or fails."""
     for number, row in rows:
         earlier = [role for role, content in row.turns[:-1] if content.strip()]
         require(cfg.template == "chat" or not earlier, f"{path} row {number} has {len(earlier)} turns before "
@@ -324,26 +350,32 @@ def _tokens(rows, encode, path, cfg):
     conversations = [conversation(row.turns) for _, row in rows]
     try:
         return encode(conversations)
-    except TemplateError:
+    except Exception:  # a chat template is a program, which may raise anything
+        if cfg.template != "chat":
+            raise
         for (number, _), turns in zip(rows, conversations, strict=True):
             try:
                 encode([turns])
-            except TemplateError as e:
-                raise UserError(f"{path} row {number}: the chat template refuses its turns ({e!s:.80}); "
+            except UserError as e:
+                raise UserError(f"{path} row {number}: {e}") from None
+            except Exception as e:
+                why = " ".join(f"{type(e).__name__}: {e}".split())
+                raise UserError(f"{path} row {number}: the chat template refuses its turns ({why:.80}); "
                                 "needed: roles that it knows, or another --template") from None
         raise
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Hash of the problems' tokens, answers, kinds and weights, in order. A checkpoint stores it: see
-    ckpt.resume."""
+    """Hash of the problems' tokens, answers, kinds, weights and data sets, in order. A checkpoint stores it:
+    see ckpt.resume."""
     digest = problems.digest if isinstance(problems, Problems) else hashlib.sha256(
-        b"".join(_identity(p.ids, p.answer, p.kind, p.weight) for p in problems))
+        b"".join(_identity(p.ids, p.answer, p.kind, p.weight, p.dataset) for p in problems))
     return digest.hexdigest()[:16]
 
 
 def _identity(*fields):
-    return repr(fields).encode()
+    *others, dataset = fields  # without one, the hash is that of versions that knew none
+    return repr(fields if dataset else tuple(others)).encode()
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:

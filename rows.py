@@ -14,7 +14,9 @@ fields; `problem_of` reads all of them:
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
 
-Every row gives a problem and an answer that is not empty, or a UserError of one line with file and row.
+Any row may have reward (how answers are compared), and dataset or data_source (whose grader and extractor
+are used). Every row gives a problem and an answer that is not empty, or a UserError of one line with file and
+row.
 """
 
 import math
@@ -130,8 +132,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     else:
         answer = _answer(fields, where)
     _check_text(answer, "answer", row, where)
-    dataset = fields.get("dataset")
-    dataset = dataset if isinstance(dataset, str) else ""
+    dataset = _dataset(fields, where)
     for text in (answer, dataset, *(part for turn in turns for part in turn)):
         require(_is_unicode(text), f"{where} has a lone surrogate, which is no character", "text in UTF-8")
     return Row(turns, answer, sys.intern(kind), sys.intern(dataset))
@@ -177,6 +178,20 @@ def _turns(prompt, where):
         turns.pop()
     require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a last turn of the user")
     return tuple(turns)
+
+
+def _dataset(fields, where):
+    """The data set that the row names, or "". RLVR has a list of one; verl calls the column data_source."""
+    for name in ("dataset", "data_source"):
+        value = fields.get(name)
+        if isinstance(value, list) and len(value) < 2:
+            value = value[0] if value else None
+        text = _plain_text(value)
+        require(value is None or text is not None, f"{where} has {name} {value!a:.80}",
+                "the name of one data set")
+        if text and text.strip():
+            return text.strip()
+    return ""
 
 
 def _is_unicode(text):

@@ -206,6 +206,25 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     message.encode()  # a lone surrogate would break the terminal
 
 
+@pytest.mark.parametrize("fields,dataset", [
+    ("", ""), ('"dataset": "gsm8k"', "gsm8k"), ('"dataset": ["gsm8k"]', "gsm8k"), ('"dataset": " a "', "a"),
+    ('"dataset": []', ""), ('"dataset": null', ""), ('"dataset": 5', "5"), ('"dataset": [""]', ""),
+    ('"dataset": [null]', ""),
+    ('"data_source": "openai/gsm8k"', "openai/gsm8k"), ('"dataset": null, "data_source": "d"', "d"),
+    ('"dataset": "a", "data_source": "b"', "a"), ('"dataset": "", "data_source": "b"', "b")])
+def test_a_row_names_its_data_set_as_rlvr_or_verl_do(fields, dataset):
+    row = ROW.decode('{"prompt": "1+1=", "answer": "2"%s}' % (fields and f", {fields}"))
+    assert rows.problem_of(row, "row 1").dataset == dataset
+
+
+@pytest.mark.parametrize("value", ['["a", "b"]', '{"name": "a"}', "true", '[["a"]]', "NaN"])
+def test_several_data_sets_of_a_row_are_refused(value):
+    for name in ("dataset", "data_source"):
+        row = ROW.decode(f'{{"prompt": "1+1=", "answer": "2", "{name}": {value}}}')
+        with pytest.raises(UserError, match=rf"^f row 1 has {name} .*; needed: the name of one data set$"):
+            rows.problem_of(row, "f row 1")
+
+
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
     """Columns are shared by all rows, so a field that a row lacks is null. Integers of a column with nulls
     may be floats. Decimals keep their places."""
@@ -294,6 +313,40 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
         load(path, tokenizer, replace(CFG, template="chat"))
 
 
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+LOSSY = {  # chat templates that are refused for a plain row with a --system_prompt, and why
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "doesn't show the system turn",
+    "{{ messages[0].content }}": "doesn't show the user turn",
+    "{{ messages[-1].content[:9] }}": "doesn't show the system turn",
+    TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
+    TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
+    TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
+    TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: ",
+}
+
+
+@pytest.mark.parametrize("template", LOSSY)
+def test_a_chat_template_that_loses_a_turn_or_raises_is_one_line_with_file_and_row(template, tiny, tmp_path):
+    path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
+    path.write_bytes(b"\n" + GOOD + b"\n")
+    cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=f"d.jsonl row 2: the chat template {LOSSY[template]}") as e:
+        load(path, tokenizer, cfg)
+    assert "\n" not in str(e.value) and "needed: " in str(e.value)
+    tokenizer.chat_template = TURNS  # spaces may be lost
+    assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
+
+
+def test_every_form_of_conversation_is_looked_at(tiny, tmp_path):
+    """The first row has no system turn; that of a later row would be lost."""
+    path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    path.write_text(GOOD.decode() + fill('\n{"messages": TALK, "answer": "2"}\n'))
+    with pytest.raises(UserError, match="d.jsonl row 2: the chat template doesn't show the system turn"):
+        load(path, tokenizer, replace(CFG, template="chat"))
+
+
 def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"messages": json.loads(said(("system", ""), ("user", Q))), "answer": "2"}))
@@ -327,7 +380,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
             choices = rng.choice([["A", "2"], {"A": "x"}, random_json(rng, 3)])
             value = {rng.choice(["prompt", "problem"]): rng.choice([Q, "x\ny", random_json(rng, 3)]),
                      rng.choice(["answer", "solution"]): random_json(rng, 3),
-                     rng.choice(["choices", "dataset"]): choices,
+                     rng.choice(["choices", "dataset", "other"]): choices,
                      **(value if isinstance(value, dict) else {})}
         value = ROW.decode(json.dumps(value))
         try:
@@ -437,6 +490,23 @@ def test_order_batches_and_fingerprint_are_those_of_earlier_versions(tokenizer):
                              (lambda s: data.replacement_batch(problems, s, 1, cfg), "8252e263a051d2e0")):  # noqa: B023
             texts = "|".join(p.text for s in range(60) for p in draw(s))
             assert hashlib.sha256(texts.encode()).hexdigest()[:16] == digest
+
+
+def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
+    """It chooses extractor and grader. Rows of other data sets or kinds are other problems, and other data
+    sets are other problems to a resumed run."""
+    path, prints = tmp_path / "d.jsonl", set()
+    for name in ("", "gsm8k", "ifeval"):
+        path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
+        problems = load(path, tokenizer)
+        prints.add(data.fingerprint(problems))
+        assert data.fingerprint(problems) == data.fingerprint(list(problems))
+    assert len(prints) == 3
+    a = {"dataset": "a"}
+    marks = [a, {"dataset": "b"}, {"reward": "exact"}, {}, a, {"reward": "math"}]
+    path.write_text("\n".join(json.dumps({"prompt": Q, "answer": "2"} | mark) for mark in marks))
+    assert [(p.dataset, p.kind) for p in load(path, tokenizer)] == [
+        ("a", "math"), ("b", "math"), ("", "exact"), ("", "math")]
 
 
 def test_problems_behave_like_the_list_of_them(tokenizer, tmp_path):
