@@ -37,7 +37,7 @@ from engine import Engine
 from log import metric_meanings
 from model import folder_fingerprint, load_config, load_tokenizer, logprobs
 from reward import MAX_ANSWER, Grader, grade, readers
-from rollout import CHECK, accuracy, graders_of, terms_of
+from rollout import CHECK, accuracy, graders_of, reward_files, terms_of
 
 # --- the machines
 
@@ -112,12 +112,12 @@ def agree(message: str) -> None:
 
 
 def program(cfg: Config) -> dict[str, str]:
-    """What must be equal on all ranks: versions, and hashes of the code and the config."""
+    """What must be equal on all ranks: versions, and hashes of the code, the config and the reward files."""
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
     return ckpt.VERSIONS | {"code": code.hexdigest()[:8],
-                            "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]}
+                            "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]} | reward_files(cfg)
 
 
 def _make_folder(cfg, folder, probe, lock):

@@ -84,9 +84,10 @@ class Sample:
     reward: float = 0.0  # from the grader
     reason: str = ""  # why that reward: one of reward.REASONS
     answer: str | None = None  # what was extracted from the response
+    grader: str = ""  # the term of --reward that gave it
     weight: float = 1.0  # of the reward, in training
     parts: dict[str, float] = field(default_factory=dict)  # added to it, by name
-    failed: tuple[str, ...] = ()  # parts whose function raised
+    failed: tuple[str, ...] = ()  # graders whose function raised
     in_loss: bool = True  # whether its tokens enter the loss
     advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
     prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
@@ -97,8 +98,13 @@ class Sample:
         return len(self.prompt) + len(self.ids)
 
     @property
+    def entered(self) -> dict[str, float]:
+        """The weighted reward and its parts, by name."""
+        return {self.grader: self.weight * self.reward} | self.parts
+
+    @property
     def score(self) -> float:
-        """What training maximises: the weighted reward and its parts."""
+        """What training maximises: the sum of the weighted reward and its parts."""
         return self.weight * self.reward + sum(self.parts.values())
 
 

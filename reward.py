@@ -128,14 +128,13 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
         known = [*KINDS, *parts]
         require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
                 f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
-        name = dataset or custom.rpartition(":")[2] or ("accuracy" if full in KINDS else full)
+        name = "accuracy" if full in KINDS else custom.rpartition(":")[2] or full
+        name = dataset.replace("/", "-") or name  # a / would make it another metric
         terms.append(Term(name, weight, full if full in KINDS else "", custom, dataset.casefold()))
     graders = [t for t in terms if t.kind or t.custom]
     names = [t.dataset or t.name for t in terms]
     require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
             f"one of {', '.join(KINDS)}, or {SPEC}")
-    clash = sorted({t.name for t in graders} & set(parts))
-    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
     require(len(set(names)) == len(names), f"--reward {' '.join(reward)} has two parts of one name",
             "at most one comparison of answers, and functions of different names")
     return graders + [t for t in terms if t not in graders]

@@ -4,15 +4,17 @@
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
 
     python rollout.py MODEL DATA [DATA …] [--eval_samples 16] [--template chat] …
-    torchrun --nproc-per-node 8 rollout.py MODEL DATA …        # on 8 GPUs; flags as in train.py
+    torchrun --nproc-per-node 8 rollout.py MODEL DATA …        # on 8 GPUs; the flags in EVAL_FLAGS
 """
 
+import hashlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 
 import dist
 import grpo
-from configs import Config, parse, require, user_errors
+from configs import PRESETS, Config, parse, require, user_errors
 from data import Problem, Problems, Sample, group_by_prompt, load_problems
 from engine import Engine
 from engine_torch import TorchEngine
@@ -70,8 +72,11 @@ def make_grader(cfg: Config) -> Grader:
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13)."""
-    return [grpo.overlong_penalty(len(s.ids), cfg.max_response_len, cfg.overlong_buffer) for s in group]
+    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). After a long prompt the
+    limit may be that of prompt and response together."""
+    limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
+    return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
+            for s, limit in zip(group, limits, strict=True)]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
@@ -103,7 +108,10 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts
 
 def terms_of(cfg: Config) -> list[Term]:
     """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
-    return parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
+    terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
+    clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
+    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
+    return terms
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
@@ -113,9 +121,19 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Names of all that may be added to a sample's reward: graders after the first, and parts."""
-    graders = [t.name for t in terms_of(cfg) if t.kind or t.custom]
-    return [*graders[1:], *weighted_parts(cfg)]
+    """Names of all that may enter a sample's score beside the first grader, whose mean is the reward's. Where
+    a data set has its own grader, the first one differs, and all graders are named."""
+    graders = [t for t in terms_of(cfg) if t.kind or t.custom]
+    own = any(t.dataset for t in graders)
+    return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
+
+
+def reward_files(cfg: Config) -> dict[str, str]:
+    """Path -> hash of the text of each file that --reward names; "" for one that can't be read."""
+    paths = {t.custom.rpartition(":")[0] for t in terms_of(cfg) if t.custom}
+    files = {path: Path(path) for path in sorted(paths)}
+    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+            for path, file in files.items()}
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
@@ -138,15 +156,27 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Name of the extractor by data set; "" is that of all others."""
-    pairs = [name.rpartition("=")[::2] for name in cfg.extractor]
-    return {"": "orz"} | {dataset.casefold(): name for dataset, name in pairs}
+    """Name of the extractor by data set; "" is that of all others. Raises UserError for two of one."""
+    found = {}
+    for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
+        whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
+        require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
+                f"for {whose}", "one each: NAME, and DATASET=NAME for the rows of a data set")
+        found[dataset.casefold()] = name
+    return {"": "orz"} | found
 
 
-def check_graders(problems: Problems, cfg: Config) -> None:
-    """Raises UserError where a row's data set has no grader."""
-    terms = terms_of(cfg)
-    for dataset in sorted(problems.datasets()):
+def check_graders(sets: Iterable[Problems], cfg: Config) -> None:
+    """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
+    that no row has. `sets`: the run's problems, of training and evaluation."""
+    terms, datasets = terms_of(cfg), set().union(*(problems.datasets() for problems in sets))
+    there = {dataset.casefold() for dataset in datasets} - {""}
+    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
+    named = {t.dataset for t in terms} | extractors(cfg).keys()
+    unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
+    require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
+            f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
+    for dataset in sorted(datasets):
         found = graders_of(dataset, terms)
         require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
                 f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
@@ -185,9 +215,10 @@ def _graded(sample, terms, grades):
     """The sample with its grades: the first is the reward, the others are parts."""
     first, *others = grades
     return replace(
-        sample, reward=first.reward, reason=first.reason, answer=first.answer, weight=terms[0].weight,
+        sample, reward=first.reward, reason=first.reason, answer=first.answer,
+        grader=terms[0].name, weight=terms[0].weight,
         parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
-        failed=tuple(t.name for t, g in zip(terms[1:], others, strict=True) if g.reason == "error"))
+        failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
 
 
 def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Problem]:
@@ -206,14 +237,12 @@ def sample_row(s: Sample, problem: Problem) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, Problems]:
-    """The held-out problems of each file of cfg.eval_data, by the names of `set_names`. Raises UserError."""
+    """The held-out problems of each file of cfg.eval_data, by the names of `set_names`. Raises UserError as
+    load_problems does."""
     longer = cfg.eval_response_len > cfg.max_response_len  # then the engine takes longer sequences too
     longest = cfg.engine_len if longer else cfg.model_len
-    sets = {name: load_problems([path], tokenizer, cfg, say, longest)
+    return {name: load_problems([path], tokenizer, cfg, say, longest)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
-    for problems in sets.values():
-        check_graders(problems, cfg)
-    return sets
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
@@ -283,21 +312,52 @@ def majority(group: Sequence[Sample]) -> float:
 
 # --- the command
 
+EVAL_FLAGS = tuple("""
+    template system_prompt extractor reward seed out max_prompt_len max_response_len max_model_len pack_len
+    engine stop engine_share max_num_seqs tp eval_samples eval_temperature eval_response_len grade_workers
+    grade_deadline device dtype stall_limit verbose
+""".split())  # what an evaluation reads
+EVAL_INSTEAD = {"temperature": "--eval_temperature", "samples_per_prompt": "--eval_samples"}
 
-def main(argv: Sequence[str]) -> None:
-    """`python rollout.py MODEL DATA [DATA …] [--flag value …]`: see the top of this file. Raises
-    UserError."""
+
+def eval_config(argv: Sequence[str]) -> Config:
+    """Config of `MODEL DATA [DATA …] [--flag value …]`. With a chat template nothing but the end token stops
+    a response, unless --stop is given. Raises UserError, also for flags that only training reads."""
     paths = list(itertools.takewhile(lambda a: not a.startswith("--"), argv))
     require(len(paths) >= 2 or "--help" in argv, f"rollout.py {' '.join(argv)}",
             "python rollout.py MODEL DATA [DATA …] [--flags]")
     model, flags = (paths or [""])[0], argv[len(paths):]
     out = f"runs/eval-{Path(model).name}"
     cfg = parse(["orz-7b", "--model", model, "--eval_data", *paths[1:], "--out", out, *flags], "rollout.py")
+    given = [re.sub(r"^no_", "", word[2:].partition("=")[0].replace("-", "_"))
+             for word in flags if re.match("--[a-zA-Z]", word)]
+    for flag in given:
+        require(flag in EVAL_FLAGS, f"--{flag} does nothing in evaluation",
+                EVAL_INSTEAD.get(flag, f"only flags of these: {' '.join(EVAL_FLAGS)}"))
+    check_unweighted(cfg)
+    return replace(cfg, stop=()) if cfg.template == "chat" and "stop" not in given else cfg
+
+
+def check_unweighted(cfg: Config) -> None:
+    """Raises UserError for what --reward has beside one grader for each row: evaluation reports its value."""
+    terms = terms_of(cfg)
+    first = [t for t in terms if not t.dataset and (t.kind or t.custom)][:1]
+    for t in terms:
+        name = (t.custom or t.kind or t.name) + (f"={t.weight:g}" if t.weight != 1 else "")
+        read = t.weight == 1 and (bool(t.dataset) or t in first)
+        require(read, f"--reward {name} does nothing in evaluation", "one grader a row, without a weight")
+
+
+def main(argv: Sequence[str]) -> None:
+    """`python rollout.py MODEL DATA [DATA …] [--flag value …]`: see the top of this file. Raises
+    UserError."""
+    cfg = eval_config(argv)
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     say = print if world.main else lambda text: None
-    model = resolve(model)
+    model = resolve(cfg.model)
     tokenizer = load_tokenizer(model)
     sets = load_sets(cfg, tokenizer, say)
+    check_graders(sets.values(), cfg)
     engine = make_engine(model, tokenizer, cfg, world.device, world.dtype)
     weights = files_weights(model, world.device, world.dtype)
     with make_grader(cfg) as grader, engine.awake(weights, version=0):

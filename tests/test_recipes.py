@@ -236,9 +236,103 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
                                                                  (0.25, 1.0, None)]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "dataset": "ifeval"}\n')
     rows = data.load_problems([f"{tmp_path}/rows.jsonl"], load_tokenizer(tiny), cfg, lambda text: None)
-    rollout.check_graders(rows, cfg)
+    rollout.check_graders([rows], cfg)
     with pytest.raises(UserError, match="rows of data set 'ifeval' have no answer to compare"):
-        rollout.check_graders(rows, dataclasses.replace(cfg, reward=("math",)))
+        rollout.check_graders([rows], dataclasses.replace(cfg, reward=("math",)))
+
+
+def graded(cfg, datasets):
+    """One shaped sample for each data set of `datasets`, of a response that math grades as right and the
+    function `half` with 0.5; every second `ifeval` raises."""
+    golds = "raise", "12"
+    found = {i: data.Problem("?", (1,), golds[i % 2], dataset=name) for i, name in enumerate(datasets)}
+
+    class Engine:
+        def __init__(self):
+            self.cfg = cfg
+
+        def generate(self, prompts, *_):
+            for i in prompts:
+                yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
+
+    with rollout.make_grader(cfg) as grader:
+        return rollout.shape_rewards(rollout.rollout(Engine(), grader, found, 1, 1.0, 8, (0,), 0), cfg)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
+    """reward/NAME is the mean, over the samples that NAME graded, of what it adds to their score. What graded
+    no sample is not logged."""
+    (tmp_path / "mine.py").write_text(
+        "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
+    terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
+    cfg = dataclasses.replace(base, extractor=("last_number",), reward=(*terms[::1 if first else -1], "tags"))
+    samples = graded(cfg, ["ifeval", "", "math", "ifeval", "ifeval", "IFEval"])
+
+    def logged(samples):
+        meter = log.Meter()
+        log.measure_samples(meter, samples, rollout.part_names(cfg))
+        rows = meter.reduce(lambda x: x, lambda x: x)
+        return {k: v for k, v in rows.items() if k.startswith("reward/")}
+
+    assert logged(samples) == {
+        "reward/ifeval": 2 * 0.5 / 2, "reward/ifeval/failed": 0.5, "reward/accuracy": 3 / 2,
+        "reward/accuracy/failed": 0, "reward/tags": 0, "reward/tags/failed": 0}
+    assert "reward/ifeval" not in logged(samples[1:3]) and logged(samples[1:3])["reward/accuracy"] == 1.5
+    assert [s.score for s in samples] == [0, 3, 0, 1, 0, 1]
+    assert all(sum(s.entered.values()) == s.score for s in samples)
+
+
+def test_a_function_is_not_named_like_a_part_that_a_flag_adds(base):
+    for spec in ("r.py:overlong", "nonstop@r.py:f", "r.py:format"):
+        with pytest.raises(UserError, match="has a function named .*, as a part is"):
+            rollout.terms_of(dataclasses.replace(base, reward=("math", spec)))
+
+
+def rows_of(folder, tokenizer, cfg, **datasets):
+    """Problems by name of a set, with one row for each data set of it."""
+    found = {}
+    for name, names in datasets.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{name}{i}", "answer": "2", "dataset": d}) + "\n"
+                                for i, d in enumerate(names)))
+        found[name] = data.load_problems([str(path)], tokenizer, cfg, lambda text: None)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(extractor=("orz", "nosuch=letter")), "no row is of data set 'nosuch'.*needed: one of aime, gsm8k"),
+    (dict(reward=("math", "nosuch@r.py:f")), "no row is of data set 'nosuch'.*needed: one of aime, gsm8k"),
+    (dict(extractor=("boxed", "orz")), "two extractors for all other rows"),
+    (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for data set 'gsm8k'"),
+    (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
+    (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
+def test_graders_and_extractors_are_for_data_sets_that_there_are(base, tiny, tmp_path, change, words):
+    """In training or in evaluation. A preset's own may wait for rows."""
+    cfg = dataclasses.replace(base, **change)
+    sets = rows_of(tmp_path, load_tokenizer(tiny), base, train=["GSM8K", ""], test=["aime"])
+    if words:
+        with pytest.raises(UserError, match=words):
+            rollout.check_graders(sets, cfg)
+    else:
+        rollout.check_graders(sets, cfg)
+        rollout.check_graders(sets[::-1], cfg)
+
+
+def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
+    """The run says which file. The same text, from another folder, goes on."""
+    file = tmp_path / "mine.py"
+    text = "def score(response, answer, kind):\n    return len(set(response)) / 9\n"
+    file.write_text(text)
+    cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
+                              out=str(tmp_path / "run"))
+    assert run_ranks(1, ranks.main, cfg) == [""]
+    file.write_text(text.replace("9", "8"))
+    (message,) = run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=2))
+    assert message == (f"reward file {file} is not what it was when the run started; needed: that version, "
+                       "or another --out")
+    file.write_text(text)
+    assert run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=2)) == [""]
 
 
 @pytest.mark.parametrize("reward,words", {
@@ -355,6 +449,15 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     assert not plain.parts and plain.in_loss
 
 
+def test_the_length_penalty_ends_where_the_response_is_cut():
+    """--max_model_len 40 leaves 38 tokens after a prompt of 2."""
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, max_model_len=40)
+    lengths = (22, 30, 38)
+    assert rollout.overlong([sample(n, 1.0) for n in lengths], cfg) == [0, -0.5, -1]
+    longer = dataclasses.replace(cfg, max_model_len=60)  # then --max_response_len 48 cuts
+    assert rollout.overlong([sample(n, 1.0) for n in lengths], longer) == [0, 0, -6 / 16]
+
+
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
     """The rewards of a prompt can differ only if 3 divides its answer. After the rounds, prompts whose
     rewards differ are of that kind, and uniform ones have been replaced. Two ranks and one rank do the
@@ -390,6 +493,38 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     resumed_rows, resumed_policy = run(cfg, out, ranks=2)
     assert maths(resumed_rows) == [r for r in maths(rows) if r["step"] == 3]
     assert all(torch.equal(policy[k], resumed_policy[k]) for k in policy)
+
+
+@pytest.mark.parametrize("argv,words", [
+    ("--temperature 0.1", "--temperature does nothing in evaluation; needed: --eval_temperature"),
+    ("--samples_per_prompt=4", "--samples_per_prompt does nothing in evaluation; needed: --eval_samples"),
+    ("--nonstop_penalty 1", "--nonstop_penalty does nothing"),
+    ("--overlong_buffer 9", "--overlong_buffer does nothing"),
+    ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
+    ("--reward math tags", "--reward tags does nothing"), ("--reward math=2", "--reward math=2 does nothing"),
+    ("--reward math r.py:f", "--reward r.py:f does nothing"),
+    ("--template chat --steps 3", "--steps does nothing"), ("--temprature 1", "no flag --temprature")])
+def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
+    with pytest.raises(UserError, match=re.escape(words)) as e:
+        rollout.main(["/no/model", "x.jsonl", *argv.split()])
+    assert "\n" not in str(e.value)
+
+
+def test_evaluation_takes_the_flags_that_it_reads():
+    argv = "/no/model x.jsonl --eval_temperature 0 --reward math d@r.py:f"
+    cfg = rollout.eval_config(argv.split())
+    assert (cfg.model, cfg.eval_data, cfg.eval_temperature) == ("/no/model", ("x.jsonl",), (0.0,))
+    assert cfg.reward == ("math", "d@r.py:f")
+    assert set(rollout.EVAL_FLAGS) <= {f.name for f in dataclasses.fields(cfg)}
+
+
+def test_a_chat_model_is_evaluated_without_orzs_stop_strings():
+    def stops(*argv):
+        return rollout.eval_config(["/no/model", "x.jsonl", *argv]).stop
+
+    assert stops() == PRESETS["orz-7b"].stop == stops("--template", "orz")
+    assert stops("--template", "chat") == () == stops("--template=chat")
+    assert stops("--template", "chat", "--stop", "</answer>") == ("</answer>",)
 
 
 def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
