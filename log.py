@@ -40,6 +40,7 @@ class Meter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
+        self.optional = set()  # means that are left out where nothing was added to them
         self.sums = defaultdict(float)  # (2,) numerator and denominator of a mean, or a histogram's counts
         self.peaks = {}
 
@@ -78,7 +79,8 @@ class Meter:
         for name, x in zip(self.sums, sums.split(list(map(len, self.sums.values()))), strict=True):
             if len(x) == 2:
                 total, count = x.tolist()
-                metrics[name] = total / count if count else total
+                if count or name not in self.optional:
+                    metrics[name] = total / count if count else total
             else:
                 below = x.cumsum(0)
                 p99 = int(torch.searchsorted(below, 0.99 * below[-1]))
@@ -91,7 +93,7 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str]) -> None:
     """Add the metrics of the step's samples: the mean of each list below, over all ranks. `parts`: names of
-    the reward parts that every sample has."""
+    what enters their scores. A part that no sample has is left out."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     metrics = {
         "reward": [s.reward for s in samples],
@@ -108,8 +110,10 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "repetition": [repetition(group[0].text) for group in groups],  # of one response each: it is slow
     }
     for part in parts:  # a grader of one data set adds to the samples of that data set alone
-        metrics[f"reward/{part}"] = [s.parts[part] for s in samples if part in s.parts]
-        metrics[f"reward/{part}/failed"] = [part in s.failed for s in samples if part in s.parts]
+        own = [s for s in samples if part in s.entered]
+        metrics[f"reward/{part}"] = [s.entered[part] for s in own]
+        metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
+        meter.optional |= {f"reward/{part}", f"reward/{part}/failed"}
     metrics |= {f"grade/{reason}": [s.reason == reason for s in samples] for reason in REASONS}
     for name, numbers in metrics.items():
         meter.add(name, sum(numbers), len(numbers))
@@ -424,8 +428,8 @@ METRICS = """
 step | – | steps done before this one; the row after the last step has only the last evaluation
 reward | reward | mean over the step's samples; with the built-in rewards, the share of right answers
 score | reward | mean of what training maximises: the reward, times its weight, and all parts
-reward/<part> | reward | mean of a weighted part: a later grader of `--reward`, or of `rollout.REWARD_PARTS`
-reward/<part>/failed | share | samples for which the part's function raised an error; the part is 0 then
+reward/<part> | reward | mean of a weighted part over the samples that have it; see the notes
+reward/<part>/failed | share | of these samples, those for which the part's function raised; it is 0 then
 sample_len | tokens | mean length of prompt and response together
 response_len | tokens | mean length of the step's responses
 response_len/std | tokens | standard deviation of the length
