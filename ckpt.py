@@ -450,7 +450,7 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
     """Fill models and optimizers from a checkpoint of any number of ranks; returns the number of steps done.
 
     Raises UserError where a file is damaged, and where the checkpoint's run and this one do not compute the
-    same or this one is shorter (`facts`: this run's config and problems).
+    same or this one is shorter (`facts`: this run's config, problems and reward files).
     """
     check(path)
     saved = json.loads((path / "state.json").read_text())
@@ -461,6 +461,10 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
         changes.append("other problems or another template")
     require(not changes, f"{path} is of a run with another config ({'; '.join(changes)})",
             "the flags and the data it was made with, or another --out")
+    old, new = (x.get("reward_files", {}) for x in (saved, facts))  # path -> hash
+    for file in sorted(old.keys() & new.keys()):
+        require(old[file] == new[file], f"reward file {file} is not what it was when the run started",
+                "that version, or another --out")
     reader = dcp.HuggingFaceStorageReader(path)
     keys = reader.read_metadata().state_dict_metadata
     require(len(keys) > 0, f"{path} has no safetensors files: another version of ckpt.py made it",

@@ -69,6 +69,7 @@ from rollout import (
     make_engine,
     make_grader,
     part_names,
+    reward_files,
     rollout,
     sample_row,
     shape_rewards,
@@ -232,7 +233,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
-    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS}
+    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS,
+             "reward_files": reward_files(cfg)}
     found = dist.together(lambda: ckpt.find(out, cfg.resume))
     checks.check_same("resumes from", {"checkpoint": checks.checkpoint_id(found)}, "a path that all share")
     start = ckpt.resume(found, models, facts) if found else 0
@@ -256,8 +258,8 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, d
     tokenizer = load_tokenizer(cfg.model)
     checks.check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
-    check_graders(problems, cfg)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    check_graders([problems, *held_out.values()], cfg)
     checks.check_keep_best(cfg, list(held_out))
     return tokenizer, problems, held_out
 
