@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -326,34 +327,59 @@ GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many a
 GOLD_LIMIT = 0.01  # share of them that may fail
 
 
-def check_gold(problems: Problems, grader: Grader, cfg: Config, world: dist.World,
-               say: Callable[[str], None]) -> None:
+def check_gold(problems: Problems, held_out: Mapping[str, Problems], grader: Grader, cfg: Config,
+               world: dist.World, say: Callable[[str], None]) -> None:
     """Raises UserError, unless cfg.go, where over 1 % of the gold answers can't be graded: math-verify does
-    not read them, or no answer can equal them. Their number and the first five are printed.
+    not read them, or no answer can equal them. Their number and the first five are printed. Those of the
+    held-out sets (name -> problems) are only told.
 
-    The ranks share the work. The result is kept in the run's gold.json, for a resumed run with the same
-    problems. A custom reward is not checked: its gold answers may be anything."""
-    compared = {d for d in problems.datasets() if graders_of(d, terms_of(cfg))[0].kind}
-    if not compared:
-        return
-    file, key = Path(cfg.out) / "gold.json", fingerprint(problems)
-    known = {}
+    The ranks share the work. The result is kept in the run's gold.json, for a resumed run to which nothing
+    changed that decides it. Gold answers that only a custom reward sees may be anything."""
+    file, terms, results = Path(cfg.out) / "gold.json", terms_of(cfg), {}
+    known = dist.gather(_read_object(file))[0]
+    sets = {"--data": problems} | {f"evaluation set {name}": part for name, part in held_out.items()}
+    for name, part in sets.items():
+        compared = {d for d in part.datasets() if any(t.kind for t in graders_of(d, terms))}
+        key, result = gold_key(part, cfg), known.get(name)
+        if not compared:
+            continue
+        if not isinstance(result, dict) or result.get("key") != key:
+            result = {"key": key, **try_golds(part, compared, grader, cfg, world)}
+            if part is problems:
+                say(f"{result['checked']} gold answers checked in {result['seconds']} s")
+        results[name] = result
+        found = hopeless_as_text(part, result)
+        if found:
+            say(found if part is problems else f"{name}: {found}")
+        few = len(result["hopeless"]) <= GOLD_LIMIT * result["checked"]
+        require(cfg.go or few or part is not problems, found, "answers that math-verify reads, another "
+                '--reward, "reward": "exact" in such rows, or --go')
+    if results != known and world.main:  # a refused run leaves nothing in its folder
+        file.write_text(json.dumps(results) + "\n")
+
+
+def _read_object(file):
+    """A JSON object in a file; {} where there is none."""
     with suppress(OSError, ValueError):
-        known = json.loads(file.read_text())
-    known = dist.gather(known)[0]
-    fresh = known.get("problems") != key
-    if fresh:
-        known = {"problems": key, **try_golds(problems, compared, grader, cfg, world)}
-        say(f"{known['checked']} gold answers checked in {known['seconds']} s")
-    bad, checked = known["hopeless"], known["checked"]
-    if bad:
-        some = ", ".join(f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5])
-        found = f"{len(bad)} of {checked} gold answers can't be graded: {some}" + ", …" * (len(bad) > 5)
-        say(found)
-        require(cfg.go or len(bad) <= GOLD_LIMIT * checked, found,
-                'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go')
-    if fresh and world.main:  # a refused run leaves nothing in its folder
-        file.write_text(json.dumps(known) + "\n")
+        found = json.loads(file.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def gold_key(problems: Problems, cfg: Config) -> str:
+    """Hash of what decides which gold answers can be graded: the answers, the rewards and the code that
+    compares."""
+    flags = repr((cfg.reward, cfg.extractor, cfg.grade_deadline))
+    code = [Path(__file__).with_name(name).read_text() for name in ("answers.py", "reward.py")]
+    parts = [fingerprint(problems), flags, version("math-verify"), *code]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
+    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
+    bad = result["hopeless"]
+    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
+    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
 
 
 def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
@@ -383,6 +409,19 @@ def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader
     grades = grader.results()
     assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
+
+
+# --- the prompt
+
+
+def check_think(problems: Problems, tokenizer: Any, cfg: Config) -> None:
+    """Raises UserError where --reward has Open-R1's format or tags, and prompts end in <think>. These rewards
+    look for this tag in the response, which then has none."""
+    parts = " ".join(t.name for t in terms_of(cfg) if t.name in ("format", "tags"))
+    prompt = tokenizer.decode(list(problems[0].ids))
+    require(not parts or not prompt.rstrip().endswith("<think>"),
+            f"--reward {parts} looks for <think> in the response, and the prompt of --template "
+            f"{cfg.template} ends in it already", "a --template that doesn't, or no such part")
 
 
 # --- the engine

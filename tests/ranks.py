@@ -348,13 +348,15 @@ def first_rows(cfgs):
 
 def gold_check(cfg) -> list[str]:
     """What check_gold says of cfg's data, and the message that it raises, if any."""
-    from rollout import make_grader
+    from rollout import load_sets, make_grader
 
     world, said = dist.init("cpu", "float32"), []
-    problems = data.load_problems(cfg.data, model.load_tokenizer(cfg.model), cfg, lambda text: None)
+    tokenizer = model.load_tokenizer(cfg.model)
+    problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
+    held_out = load_sets(cfg, tokenizer, lambda text: None)
     with make_grader(cfg) as grader:
         try:
-            checks.check_gold(problems, grader, cfg, world, said.append)
+            checks.check_gold(problems, held_out, grader, cfg, world, said.append)
         except UserError as e:
             said.append(f"refused: {e}")
     dist.gather(None)

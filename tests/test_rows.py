@@ -14,6 +14,7 @@ import pytest
 import ranks
 from conftest import ROOT, run_ranks
 
+import checks
 import data
 import rollout
 import rows
@@ -464,6 +465,50 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, tmp_path, monkey
     samples = [run_ranks(count, ranks.gold_check, cfg)[0][1:] for count in (1, 2)]
     assert samples[0] == samples[1]
     assert 30 < int(re.match(r"(\d+) of 100 gold answers", samples[0][0])[1]) < 70
+
+
+def test_gold_answers_of_evaluation_sets_are_told_and_those_of_later_comparisons_count(base, tmp_path):
+    """Bad ones of an evaluation set refuse nothing, and are told again when the run is resumed. A comparison
+    after a custom reward needs gold answers too."""
+    train, test = tmp_path / "gold.jsonl", tmp_path / "test.jsonl"
+    train.write_text(gold_rows(0, 10))
+    test.write_text(gold_rows(2, 4))
+    cfg = replace(base, data=(str(train),), eval_data=(str(test),), reward=("math",), out=str(tmp_path),
+                  go=False, max_prompt_len=64)
+    bad = "2 of 4 gold answers can't be graded: test.jsonl:1 'no', test.jsonl:2 '$$'"
+    first, second = (run_ranks(1, ranks.gold_check, cfg)[0] for _ in range(2))
+    assert first[0].startswith("10 gold answers checked in ") and first[1:] == second
+    assert second == [f"evaluation set test: {bad}"]
+    train.write_text(gold_rows(3, 10))
+    said = run_ranks(1, ranks.gold_check, replace(cfg, reward=(base.reward[0], "math")))[0]
+    assert said[-1].startswith("refused: 3 of 10 gold answers can't be graded: gold.jsonl:1 'no'")
+
+
+def test_gold_answers_are_checked_again_after_a_change_that_decides_it(tokenizer, tmp_path, monkeypatch):
+    path, keys = tmp_path / "d.jsonl", set()
+    changes = {}, dict(reward=("math", "r.py:f")), dict(extractor=("boxed",)), dict(grade_deadline=9.0)
+    for answer in ("2", "3"):
+        path.write_text(json.dumps({"prompt": Q, "answer": answer}))
+        problems = load(path, tokenizer)
+        keys |= {checks.gold_key(problems, replace(CFG, **change)) for change in changes}
+    assert checks.gold_key(problems, CFG) in keys
+    for name in ("answers.py", "reward.py"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    monkeypatch.setattr(checks, "__file__", str(tmp_path / "checks.py"))
+    assert checks.gold_key(problems, CFG) in keys
+    for name in ("answers.py", "reward.py"):
+        (tmp_path / name).write_text("# changed")
+        keys.add(checks.gold_key(problems, CFG))
+    assert len(keys) == 2 * 4 + 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"problems": "x", "checked": 3}', '{"--data": 5}', "{"])
+def test_a_gold_file_of_another_version_is_no_obstacle(base, tmp_path, text):
+    (tmp_path / "gold.json").write_text(text)
+    (tmp_path / "gold.jsonl").write_text(gold_rows(0, 3))
+    cfg = replace(base, data=(f"{tmp_path}/gold.jsonl",), eval_data=(), reward=("math",), out=str(tmp_path))
+    (said,) = run_ranks(1, ranks.gold_check, cfg)[0]
+    assert said.startswith("3 gold answers checked in ")
 
 
 # --- a million problems
