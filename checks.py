@@ -62,7 +62,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
     the same on every rank, with host names."""
     folder, host = Path(cfg.out).absolute(), os.uname().nodename
     lock, main_host = FolderLock(folder / "lock"), dist.gather(host)[0]
-    check_same("runs", dist.together(lambda: program(cfg)), "the same code, packages and command line on every machine")
+    check_same("runs", dist.together(lambda: program(cfg)),
+               "the same code, packages and command line on every machine")
     probe = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}"
     agree(_make_folder(cfg, folder, probe, lock) if main else "")
     own, error = folder / f".probe-{host}-{os.getpid()}", ""

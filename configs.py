@@ -230,6 +230,7 @@ class Config:
         require(not self.start_from or self.resume in ("auto", "never"),
                 f"--start_from {self.start_from} and --resume {self.resume} are two starts",
                 "one of them: --resume continues the same run, --start_from begins another")
+        require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
