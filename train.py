@@ -229,7 +229,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
     grader = dist.together(lambda: make_grader(cfg))
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
-    checks.check_gold(problems, grader, cfg, world, say)
+    checks.check_gold(problems, held_out, grader, cfg, world, say)
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
@@ -260,6 +260,7 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, d
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     check_graders([problems, *held_out.values()], cfg)
+    checks.check_think(problems, tokenizer, cfg)
     checks.check_keep_best(cfg, list(held_out))
     return tokenizer, problems, held_out
 
