@@ -14,6 +14,7 @@ import ranks
 import torch
 from conftest import maths, run, run_ranks
 
+import checks
 import data
 import log
 import rollout
@@ -355,6 +356,34 @@ def test_a_wrong_reward_is_one_line(base, reward, words):
 def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dataset, custom):
     (term,) = rollout.terms_of(dataclasses.replace(base, reward=(spec,)))
     assert (term.dataset, term.custom) == (dataset, custom)
+
+
+@pytest.mark.parametrize("template,opens", [
+    ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
+    ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
+def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
+    """Open-R1's rewards look for <think> in the response."""
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = template.replace("m[0]", "messages[0]")
+    name = template if template in data.TEMPLATES else "chat"
+    cfg = dataclasses.replace(base, template=name, max_prompt_len=2048, max_response_len=24, pack_len=4096)
+    problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
+    checks.check_think(problems, tokenizer, cfg)
+    for part in ("format", "tags"):
+        with_part = dataclasses.replace(cfg, reward=("math", f"{part}=0.5"))
+        if opens:
+            with pytest.raises(UserError, match=f"^--reward {part} .*--template {name} .*; needed: "):
+                checks.check_think(problems, tokenizer, with_part)
+        else:
+            checks.check_think(problems, tokenizer, with_part)
+
+
+def test_an_empty_stop_string_is_refused():
+    """Every response would end at once, or never."""
+    for argv in (["--stop", ""], ["--stop", "</answer>", ""]):
+        with pytest.raises(UserError, match="--stop has an empty text; needed: "):
+            parse(["tiny-ppo", *argv])
+    assert parse(["tiny-ppo", "--stop", " "]).stop == (" ",)
 
 
 @pytest.mark.parametrize("argv,words", [
