@@ -130,7 +130,7 @@ class Config:
     max_prompt_len: Count = 2048  # tokens; longer prompts are dropped when the data is loaded
     max_response_len: Count = 8000  # tokens
     max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
-    resample_rounds: Amount = 0  # rounds that replace prompts whose samples all score the same (grpo: DAPO)
+    resample_rounds: Amount = 0  # rounds that replace prompts whose samples all have one reward (grpo: DAPO)
     pack_len: Count = 16384  # tokens of one forward pass on one rank
     policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch
     critic_updates: Count = 12  # optimizer steps on the critic per pass, each on its own minibatch
