@@ -438,12 +438,27 @@ def find(out: Path, resume: str) -> Path | None:
     *older, newest = marked(out) or [None]
     if resume in ("auto", "never"):
         return newest
-    path = (marked(Path(resume)) or [Path(resume)])[-1].resolve()  # ckpt/best is another name of a checkpoint
-    require(read_mark(path) is not None, f"{resume} is no complete checkpoint",
-            "a folder ckpt/step_NNNNNN with COMPLETE in it, or a run's folder")
+    path = named(resume)
     require(path not in [p.resolve() for p in older], f"{resume} is older than {newest}",
             "another --out: the newer checkpoints here then stay")
     return newest or path
+
+
+def named(name: str) -> Path:
+    """The checkpoint that a path names: its own folder (or ckpt/best, a link to it); a run, whose newest it
+    is; or RUN/STEP, RUN/best, RUN/last. Raises UserError."""
+    path = Path(name)
+    run, which = (path, "last") if marked(path) else (path.parent, path.name)
+    if not path.exists() and which.isdigit():
+        path = step_folder(run, int(which))
+    elif which == "last" and marked(run):
+        path = marked(run)[-1]
+    elif not path.exists() and which == "best":
+        path = run / "ckpt" / "best"
+    there = ", ".join(p.name for p in marked(run))
+    require(read_mark(path) is not None, f"{name} is no complete checkpoint",
+            f"one of {there}" if there else "a folder ckpt/step_NNNNNN with COMPLETE in it, or a run's")
+    return path.resolve()
 
 
 def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
@@ -465,21 +480,51 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
     for file in sorted(old.keys() & new.keys()):
         require(old[file] == new[file], f"reward file {file} is not what it was when the run started",
                 "that version, or another --out")
+    for who, (model, optimizer) in models.items():
+        _fill(path, who, model, optimizer)
+    return saved["step"]
+
+
+def start_from(path: Path, models: Models, moments: bool, facts: Mapping[str, Any]) -> str:
+    """Fill models with the weights of another run's checkpoint; with `moments`, their optimizers too. The
+    reference becomes that run's policy. Returns a line about what was taken.
+
+    Raises UserError where a file is damaged, or the models or their tokenizer are others. `facts`: this
+    run's.
+    """
+    check(path)
+    saved = json.loads((path / "state.json").read_text())
+    require(saved.get("tokenizer", facts["tokenizer"]) == facts["tokenizer"],
+            f"{path} has another tokenizer than --model {facts['config']['model']}",
+            f"--model {saved['config']['model']}, which that run started from")
+    sizes = dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+    taken = {who: "policy" if who == "ref" else who for who in models if who in (*saved["models"], "ref")}
+    for who, source in taken.items():
+        model, optimizer = models[who]
+        other = [name for name, p in model.named_parameters()
+                 if getattr(sizes.get(f"{source}.{name}"), "size", None) != p.shape]
+        require(not other, f"{path} has a {source} of another shape ({', '.join(other[:3])})",
+                f"--model {source_of(source, saved['config'])}, which that run started from")
+        _fill(path, source, model, optimizer if moments else None)
+    left = ", ".join(f"the {who} is new" for who in models if who not in taken)
+    return f"started from {path}: {', '.join(taken)}" + " with moments" * moments + f"; {left}" * bool(left)
+
+
+def _fill(path, who, model, optimizer):
+    """Fill a model and its optimizer with what a checkpoint holds of `who`."""
     reader = dcp.HuggingFaceStorageReader(path)
     keys = reader.read_metadata().state_dict_metadata
     require(len(keys) > 0, f"{path} has no safetensors files: another version of ckpt.py made it",
             "that version, or another --out")
-    owners = {key.rpartition(".")[0] for key in keys}  # `policy.NAME.exp_avg` belongs to `policy.NAME`
-    for who, (model, optimizer) in models.items():
-        if optimizer:
-            _make_state(who, model, optimizer, owners)
-        state = tensors_of(model, optimizer)
-        dcp.load({who: state}, storage_reader=reader)
-        for p_state in optimizer.state.values() if optimizer else ():
-            for kind, value in p_state.items():
-                if not value.ndim:
-                    value.copy_(state[f"optimizer.{kind}"])
-    return saved["step"]
+    if optimizer:
+        # `policy.NAME.exp_avg` belongs to `policy.NAME`.
+        _make_state(who, model, optimizer, {key.rpartition(".")[0] for key in keys})
+    state = tensors_of(model, optimizer)
+    dcp.load({who: state}, storage_reader=reader)
+    for p_state in optimizer.state.values() if optimizer else ():
+        for kind, value in p_state.items():
+            if not value.ndim:
+                value.copy_(state[f"optimizer.{kind}"])
 
 
 def _make_state(who, model, optimizer, owners):
@@ -600,11 +645,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     number of steps, "best" or "last". `base`: where the model that it started from is now. Raises
     UserError."""
     _raise_on_all(refusal(out))
-    found = marked(run)
-    last = found[-1] if found else run / "ckpt" / "last"
-    path = {"last": last, "best": run / "ckpt" / "best"}.get(step) or step_folder(run, int(step))
-    require(read_mark(path) is not None, f"no complete checkpoint {path}",
-            f"one of {', '.join(p.name for p in found) or 'none: this run has no checkpoint'}")
+    path = named(f"{run}/{step}")
     check(path)
     saved = json.loads((path / "state.json").read_text())
     require(who in saved["models"], f"{path} holds no {who}", f"one of {', '.join(saved['models'])}")

@@ -511,6 +511,11 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Hash of a tokenizer's tokens and their ids."""
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:8]
+
+
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
     """The folder's causal language model in fp32. Raises UserError as load_config does.

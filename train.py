@@ -58,7 +58,7 @@ from data import (
 )
 from engine import Engine
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values
+from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values, vocabulary_hash
 from reward import Grader
 from rollout import (
     TRAIN,
@@ -223,6 +223,10 @@ def prepare(cfg: Config) -> Run:
 def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> Run:
     """The run in the folder `out`, checked and resumed. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
+    found = dist.together(lambda: ckpt.find(out, cfg.resume))
+    origin = dist.together(lambda: ckpt.named(cfg.start_from)) if cfg.start_from and not found else None
+    start_id = checks.checkpoint_id(found or origin)
+    checks.check_same("starts from", {"checkpoint": start_id}, "a path that all share")
     tokenizer, problems, held_out = dist.together(lambda: load_data(cfg, say))
     checks.check_same("reads", checks.read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
@@ -234,18 +238,17 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS,
-             "reward_files": reward_files(cfg)}
-    found = dist.together(lambda: ckpt.find(out, cfg.resume))
-    checks.check_same("resumes from", {"checkpoint": checks.checkpoint_id(found)}, "a path that all share")
+             "reward_files": reward_files(cfg), "tokenizer": vocabulary_hash(tokenizer)}
     start = ckpt.resume(found, models, facts) if found else 0
+    taken = ckpt.start_from(origin, models, cfg.start_moments, facts) if origin else ""
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
     log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
     log.save_plan(plan_table)
-    if agreement:
-        log.say(agreement)
+    for line in filter(None, (agreement, taken)):
+        log.say(line)
     if found:
         log.say(f"resumed after {start} steps from {found}")
     gc.freeze()  # else each garbage collection looks through all of this again, for 0.2 s

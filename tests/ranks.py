@@ -169,6 +169,19 @@ def restored(cfg, out) -> dict:
     return {"step": step} | tensors
 
 
+def prepared(cfg) -> dict | str:
+    """The start, message and tensors of a run before its first step: whole weights, and whole optimizer
+    state. Or the message of a user's mistake."""
+    try:
+        run = train.prepare(cfg)
+    except UserError as e:
+        return str(e)
+    with run.lock:
+        tensors = {f"{role.name}.{k}": full(v).detach().clone() for role in (run.policy, run.critic, run.ref)
+                   if role for k, v in ckpt.tensors_of(role.model, role.optimizer).items()}
+    return {"start": run.start} | tensors
+
+
 def stopped(cfg, after: int) -> str:
     """Train. The last rank gets SIGUSR1 when `after` steps are in the metrics."""
     def send() -> None:

@@ -16,7 +16,7 @@ import time
 import pytest
 import ranks
 import torch
-from conftest import ROOT, maths, run, run_ranks, start_ranks
+from conftest import ROOT, make_model, maths, run, run_ranks, start_ranks
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -379,6 +379,52 @@ def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
         ckpt.find(out, str(eight))
     with pytest.raises(UserError, match="no complete checkpoint"):
         ckpt.find(tmp_path / "new", str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, capfd, moments):
+    """Policy and critic are those of the checkpoint, on another number of ranks and with another learning
+    rate; the moments come only if asked for; the reference is that policy, and stays it when this run is
+    resumed. The step is 0, and the first evaluation is that of the checkpoint."""
+    cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=f"{two_ranks[0]}/2", seed=7, steps=1,
+                              start_moments=moments, lr_decay="constant", kl_coef=0.1)
+    source = tmp_path / "a"
+    shutil.copytree(ckpt.step_folder(two_ranks[0], 2), ckpt.step_folder(source, 2))
+    whole, begun = restore(1, base, source)[0], run_ranks(1, ranks.prepared, cfg)[0]
+    policy = {k: v for k, v in whole.items() if k.startswith("policy.model")}
+    assert not isinstance(begun, str), begun
+    assert begun.pop("start") == 0 and whole.pop("step") == 2
+    ref = {k.replace("ref.", "policy."): begun.pop(k) for k in list(begun) if k.startswith("ref.")}
+    assert equal(ref, {k: v for k, v in policy.items() if not k.endswith(("exp_avg", "exp_avg_sq"))})
+    weights = {k: v for k, v in whole.items() if "exp_avg" not in k and "optimizer" not in k}
+    assert equal(begun, whole if moments else weights)
+    assert "started from" in capfd.readouterr().out
+    assert run_ranks(1, ranks.main, cfg) == [""]
+    again, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, steps=2))
+    assert again["start"] == 1
+    assert equal(ref, {k.replace("ref.", "policy."): x for k, x in again.items() if k.startswith("ref.")})
+
+
+def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_path):
+    other = make_model(tmp_path / "deep", layers=3)
+    cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=str(two_ranks[0]), model=other)
+    said, = run_ranks(1, ranks.prepared, cfg)
+    assert "has a policy of another shape (model.layers.2." in said and f"--model {base.model}" in said
+    cfg = dataclasses.replace(cfg, model=base.model, start_from=f"{tmp_path}/no")
+    said, = run_ranks(1, ranks.prepared, cfg)
+    assert f"{tmp_path}/no is no complete checkpoint" in said
+
+
+def test_a_checkpoint_has_several_names(two_ranks, tmp_path):
+    out = copy_of(two_ranks, tmp_path / "run")
+    four, two = (ckpt.step_folder(out, step) for step in (4, 2))
+    (out / "ckpt" / "best").unlink(missing_ok=True)
+    (out / "ckpt" / "best").symlink_to(two.name)
+    for name, path in ((out, four), (f"{out}/last", four), (f"{out}/4", four), (f"{out}/2", two), (two, two),
+                       (f"{out}/best", two), (f"{out}/ckpt/best", two), (f"{out}/ckpt/../2", two)):
+        assert ckpt.named(str(name)) == path.resolve(), name
+    with pytest.raises(UserError, match="no complete checkpoint; needed: one of step_000002, step_000004"):
+        ckpt.named(f"{out}/3")
 
 
 def test_signals_are_handled_only_while_training():
