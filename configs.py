@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import io
 import itertools
 import json
@@ -462,8 +463,9 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
     if {"steps", "epochs", "total_episodes"} & set(given):
         base |= dict(steps=0, epochs=0, total_episodes=0)
+    kind = help_class() if help_only else Config
     # Preset and layout are not validated by themselves: with the flags they may be valid.
-    default = object.__new__(Config)
+    default = object.__new__(kind)
     for field in fields:
         object.__setattr__(default, field, base.get(field, getattr(PRESETS[name], field)))
     import tyro  # here, because importing configs must be quick
@@ -471,7 +473,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            cfg = tyro.cli(Config, default=default, args=argv, prog=f"{prog} {name}", use_underscores=True,
+            cfg = tyro.cli(kind, default=default, args=argv, prog=f"{prog} {name}", use_underscores=True,
                            description=f"{prog} PRESET [--flag value …]. Presets: {presets}.")
     except SystemExit as e:
         if not e.code:  # --help
@@ -484,6 +486,17 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
         idle = [flag for flag in given if flag in flags.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
     return cfg
+
+
+def help_class() -> type:
+    """Config with the range of each number behind its meaning, for --help."""
+    import tyro
+
+    meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
+    texts = meanings | {name: f"{meanings[name]} [{allowed}]" for name, allowed in ranges().items()}
+    hints = get_type_hints(Config, include_extras=True)
+    return dataclasses.make_dataclass("Config", [
+        (name, Annotated[hint, tyro.conf.arg(help=texts[name])]) for name, hint in hints.items()])
 
 
 # Flags that only some algorithms read: the flags, whether they have an effect, what they need.

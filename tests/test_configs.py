@@ -80,7 +80,7 @@ def test_every_preset_is_valid(name):
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
-    """No comment of the dataclass is lost, and each flag shows the preset's own value."""
+    """No comment of the dataclass is lost; each flag shows the preset's own value, and a number its range."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
         parse(["tiny-grpo", "--help"])
@@ -96,7 +96,7 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
             value = "runs/tiny-grpo"
         assert f"--{f.name}" in flat and meaning in flat, f.name
         if isinstance(value, int | float) and not isinstance(value, bool):
-            assert f"{meaning} (default: {value})" in flat, f.name
+            assert f"{meaning} [{configs.ranges()[f.name]}] (default: {value})" in flat, f.name
     assert all(name in shown for name in PRESETS)
 
 
