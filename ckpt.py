@@ -563,7 +563,7 @@ def refusal(out: Path) -> str:
     elif out.name in ("", "..") or out.is_mount():
         found = "can't be renamed"
     elif out.exists() and any(out.iterdir()) and not is_export(out):
-        found = "has files that torz did not export"
+        found = f"has files, and no {MARKER} of an export"
     return found and f"{out} {found}; needed: a new path, an empty folder, or an earlier export"
 
 
@@ -604,25 +604,27 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 def _write_export(out, state, config, tokenizer, source, facts):
     """Write a folder beside `out`, then put it in the place of an earlier export. Raises OSError where
     anything else has come there."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    killed = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.(part|old)")  # names of this function
+    for folder in list(out.parent.iterdir()):
+        if killed.fullmatch(folder.name) and is_export(folder):
+            shutil.rmtree(folder)
     temp = out.with_name(f".{out.name}.{secrets.token_hex(8)}.part")
-    temp.mkdir(parents=True)
-    try:
-        save_torch_state_dict(state, temp)
-        config.save_pretrained(temp)
-        tokenizer.save_pretrained(temp)
-        template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"]) if facts else ""
-        if template:
-            (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
-        for file in Path(source).glob("generation_config.json"):
-            shutil.copy(file, temp)
-        (temp / MARKER).write_text(json.dumps({"torz": "export", **facts}, indent=1))
-        old = temp.with_suffix(".old")
-        if is_export(out):
-            out.rename(old)
-        temp.rename(out)  # fails where there is anything but an empty folder
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
+    old = temp.with_suffix(".old")
+    temp.mkdir()
+    (temp / MARKER).write_text(json.dumps({"torz": "export", **facts}, indent=1))
+    save_torch_state_dict(state, temp)
+    config.save_pretrained(temp)
+    tokenizer.save_pretrained(temp)
+    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"]) if facts else ""
+    if template:
+        (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for file in Path(source).glob("generation_config.json"):
+        shutil.copy(file, temp)
+    if is_export(out):
+        out.rename(old)
+    temp.rename(out)  # fails where there is anything but an empty folder
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def critic_class(config: PreTrainedConfig) -> type:

@@ -473,13 +473,17 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
 
 def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
     """An export goes to a new path, into an empty folder, and in the place of an earlier export, whose marker
-    says of which step of which run it is. Nothing else is left beside it."""
+    says of which step of which run it is. Nothing else is left beside it, and what a killed export left is
+    removed."""
     (tmp_path / "empty").mkdir()
+    for name, torz in ((".new.0123456789abcdef.part", "export"), (".new.mine.part", "mine")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "torz.json").write_text(json.dumps({"torz": torz}))
     for name, step in (("new", 2), ("empty", 2), ("new", 4)):
         ckpt.main(["export", str(two_ranks[0]), str(step), str(tmp_path / name)])
         marker = json.loads((tmp_path / name / "torz.json").read_text())
         assert (marker["run"], marker["step"], marker["who"]) == (str(two_ranks[0]), step, "policy")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "new"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".new.mine.part", "empty", "new"]
     ours, theirs = (f / "model.safetensors" for f in (tmp_path / "new", two_ranks[0] / "export" / "policy"))
     assert ours.read_bytes() == theirs.read_bytes() != (tmp_path / "empty/model.safetensors").read_bytes()
     assert json.loads((theirs.parent / "torz.json").read_text())["step"] == 4
@@ -609,8 +613,12 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     assert messages[0] == messages[1] and "\n" not in messages[0]
     assert f"{file} is damaged" in messages[0] and f"move {folder} away" in messages[0]
     assert "step_000002" in messages[0] and not (out / "export").exists()
-    with pytest.raises(UserError, match=f"{file.name} is damaged|no complete checkpoint"):
+    with pytest.raises(UserError, match=f"{file} is damaged"):
         ckpt.main(["export", str(out), "4", str(tmp_path / "hf")])
+    (out / "ckpt" / "best").unlink(missing_ok=True)
+    (out / "ckpt" / "best").symlink_to(folder.name)
+    with pytest.raises(UserError, match=f"{file} is damaged.*move {folder} away"):
+        ckpt.main(["export", str(out), "best", str(tmp_path / "hf")])
     with pytest.raises(UserError, match="1 of 2 checkpoints"):
         ckpt.main(["verify", str(out)])
     said = capsys.readouterr().out.splitlines()
