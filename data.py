@@ -210,12 +210,17 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
     default_kind = kind_of(cfg.reward)
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
+    end = getattr(tokenizer, "eos_token_id", None)
     problems, repeated, too_long = Problems(), Repeated(), []
     for path, weight in zip(paths, weights, strict=True):
         problems.add_file(path, weight)
         fresh = repeated.filter(problem_rows(path, default_kind))
         while rows := list(itertools.islice(fresh, CHUNK)):
             for (number, row), ids in zip(rows, _tokens(rows, encode, path, cfg), strict=True):
+                if ids[-1] == end:
+                    raise UserError(f"{path} row {number}: its prompt ends in the end token "
+                                    f"{tokenizer.eos_token!r}; needed: a template that ends where the answer "
+                                    "begins, and a tokenizer without add_eos_token")
                 if len(ids) <= limit:
                     problems.add(number, row, ids)
                 else:
@@ -286,7 +291,10 @@ def prompt_form(template: str) -> str:
     if form is None:
         require(os.path.isfile(template), f"no template {template!r}",
                 "--template orz, plain, chat or a text file with {problem}")
-        form = Path(template).read_text(encoding="utf-8")
+        try:
+            form = Path(template).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            raise UserError(f"{template} is not UTF-8; needed: a UTF-8 text with {{problem}}") from None
         require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
     return form
 

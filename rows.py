@@ -36,6 +36,9 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = {None: "user", "human": "user", "gpt": "assistant",  # ORZ's words; the other three stay
          **{role: role for role in ("system", "user", "assistant")}}
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
+# Tables that went through CSV have lists and objects as text, in JSON or as Python prints them.
+TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
+GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
@@ -131,6 +134,10 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _letter_of(_gold(fields), fields, choices, where)
     else:
         answer = _answer(fields, where)
+        # Compared as text, an index would be another answer.
+        named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
+        require(named, f"{where} has the answer {answer}, which is none of its choices",
+                'a choice\'s text, or "reward": "choice"')
     _check_text(answer, "answer", row, where)
     dataset = _dataset(fields, where)
     for text in (answer, dataset, *(part for turn in turns for part in turn)):
@@ -164,8 +171,12 @@ def _check_text(text, name, row, where):
 def _turns(prompt, where):
     """(role, content) of a conversation's turns up to its last question. A text is one question. The turns of
     the assistant after the question are a demonstration, and no part of the prompt."""
+    if isinstance(prompt, str):
+        turns = TURNS_AS_TEXT.fullmatch(prompt)
+        require(not turns, f"{where} has a conversation as text", "a list of turns")
+        return (("user", prompt),)
     if not isinstance(prompt, list):
-        return (("user", prompt),) if isinstance(prompt, str) else ()
+        return ()
     turns = []
     for turn in prompt:
         fields = turn if isinstance(turn, dict) else {}
@@ -213,6 +224,10 @@ def _gold(fields):
     return gold[0] if isinstance(gold, list) and len(gold) == 1 else gold
 
 
+def _is_number(value):
+    return isinstance(value, Number | int | float) and not isinstance(value, bool)
+
+
 def _plain_text(value):
     """A text or a finite number as text; None for anything else."""
     if isinstance(value, str):
@@ -230,6 +245,8 @@ def _plain_text(value):
 def _answer(fields, where):
     """The gold answer's text, out of its worked solution; None where there is none."""
     text = _plain_text(_gold(fields))
+    as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
+    require(not as_text, f"{where} has its reward_model as text", '{"ground_truth": "2"}')
     if text is None:
         return None
     if "\\boxed" in text or "\\fbox" in text:
@@ -280,7 +297,7 @@ def _with_choices(text, choices, where):
 
 def _letter_of(gold, fields, choices, where):
     """The letter of the choice that the gold answer names: by index from 0, letter or text."""
-    if isinstance(gold, Number | int | float) and not isinstance(gold, bool):
+    if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
         found = list(choices)[int(index[1]):][:1] if index else []
     else:

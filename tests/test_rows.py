@@ -109,6 +109,10 @@ READ = {
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
     '{"prompt": "1+1=", "answer": "2", "choices": ["1", "2"], "reward": "math"}': (Q, "2", "math"),
+    '{"prompt": "1+1=", "answer": 2, "choices": [1, 2], "reward": "math"}': (Q, "2", "math"),
+    '{FOUR, "answer": "B", "reward": "exact"}': (Q, "B", "exact"),
+    r'{"prompt": "[{\"role\": 1}] holds?", "answer": "2"}': ('[{"role": 1}] holds?', "2", "math"),
+    r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math"),
 }
 
 # A row that is refused -> words of the message.
@@ -149,6 +153,15 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "choices that are not",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
+    # an index is no answer to compare as text
+    '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
+    '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
+    # lists and objects that were written to a table as text
+    r'{"prompt": "[{\"role\": \"user\", \"content\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
+    r'{"messages": " [{\"from\": \"human\", \"value\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
+    r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
+    r"""{"prompt": "1+1=", "reward_model": "{'ground_truth': '2'}"}""": "reward_model as text",
+    r"""{"prompt": "[{'role': 'user', 'content': '1+1='}]", "answer": "2"}""": "a conversation as text",
     '{"prompt": "1+1=", "answer": "2"': "not JSON", "oops": "not JSON", "[" * 100_000: "nested too deeply",
 }
 
@@ -352,6 +365,37 @@ def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"messages": json.loads(said(("system", ""), ("user", Q))), "answer": "2"}))
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
+
+
+def test_a_template_file_is_text(tokenizer, tmp_path):
+    """A byte order mark is no part of the prompt."""
+    path, template = tmp_path / "d.jsonl", tmp_path / "t.txt"
+    path.write_bytes(GOOD)
+    template.write_bytes("\ufeffQ: {problem}\r\nA:".encode())
+    cfg = replace(CFG, template=str(template))
+    assert tokenizer.decode(list(load(path, tokenizer, cfg)[0].ids)) == "Q: 1+1=\nA:"
+    template.write_bytes(b"Q: {problem} \xe9")
+    with pytest.raises(UserError, match=r"t.txt is not UTF-8; needed: a UTF-8 text with \{problem\}") as e:
+        load(path, tokenizer, cfg)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
+def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
+    """The model would have to write on after its own end: a chat template without a place for the answer, or
+    a tokenizer that adds the token to every text."""
+    path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
+    path.write_bytes(GOOD)
+    cfg = replace(CFG, template="chat" if "{" in template else template)
+    tokenizer.chat_template = template
+    if template == "plain":
+        from tokenizers.processors import TemplateProcessing
+
+        assert len(load(path, tokenizer, cfg)) == 1
+        eos = tokenizer.eos_token, tokenizer.eos_token_id
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$0 <eos>", special_tokens=[eos])
+    with pytest.raises(UserError, match=r"d.jsonl row 1: its prompt ends in the end token '<eos>'; needed: "):
+        load(path, tokenizer, cfg)
 
 
 # --- any row
