@@ -412,13 +412,16 @@ def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
-# --- the prompt
+# --- reward parts
 
 
-def check_think(problems: Problems, tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError where --reward has Open-R1's format or tags, and prompts end in <think>. These rewards
-    look for this tag in the response, which then has none."""
-    parts = " ".join(t.name for t in terms_of(cfg) if t.name in ("format", "tags"))
+def check_parts(problems: Problems, tokenizer: Any, cfg: Config) -> None:
+    """Raises UserError for a part of --reward that no response can earn. Open-R1's format and tags look for
+    <think> in the response, where it isn't if prompts end in it. Lengths are compared within a prompt."""
+    names = {t.name for t in terms_of(cfg)}
+    require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
+            "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
+    parts = " ".join(name for name in ("format", "tags") if name in names)
     prompt = tokenizer.decode(list(problems[0].ids))
     require(not parts or not prompt.rstrip().endswith("<think>"),
             f"--reward {parts} looks for <think> in the response, and the prompt of --template "

@@ -317,7 +317,8 @@ EVAL_FLAGS = tuple("""
     engine stop engine_share max_num_seqs tp eval_samples eval_temperature eval_response_len grade_workers
     grade_deadline device dtype stall_limit verbose
 """.split())  # what an evaluation reads
-EVAL_INSTEAD = {"temperature": "--eval_temperature", "samples_per_prompt": "--eval_samples"}
+EVAL_INSTEAD = {"temperature": "--eval_temperature", "samples_per_prompt": "--eval_samples",
+                **dict.fromkeys(["model", "data", "eval_data"], "rollout.py MODEL DATA [DATA …] [--flags]")}
 
 
 def eval_config(argv: Sequence[str]) -> Config:

@@ -263,7 +263,7 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, d
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     check_graders([problems, *held_out.values()], cfg)
-    checks.check_think(problems, tokenizer, cfg)
+    checks.check_parts(problems, tokenizer, cfg)
     checks.check_keep_best(cfg, list(held_out))
     return tokenizer, problems, held_out
 

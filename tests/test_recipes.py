@@ -368,14 +368,23 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
     name = template if template in data.TEMPLATES else "chat"
     cfg = dataclasses.replace(base, template=name, max_prompt_len=2048, max_response_len=24, pack_len=4096)
     problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
-    checks.check_think(problems, tokenizer, cfg)
+    checks.check_parts(problems, tokenizer, cfg)
     for part in ("format", "tags"):
         with_part = dataclasses.replace(cfg, reward=("math", f"{part}=0.5"))
         if opens:
             with pytest.raises(UserError, match=f"^--reward {part} .*--template {name} .*; needed: "):
-                checks.check_think(problems, tokenizer, with_part)
+                checks.check_parts(problems, tokenizer, with_part)
         else:
-            checks.check_think(problems, tokenizer, with_part)
+            checks.check_parts(problems, tokenizer, with_part)
+
+
+def test_a_length_reward_needs_samples_to_compare(base, tiny):
+    tokenizer = load_tokenizer(tiny)
+    problems = data.load_problems(base.data, tokenizer, base, lambda text: None)
+    cfg = dataclasses.replace(base, reward=("math", "length"), samples_per_prompt=2)
+    checks.check_parts(problems, tokenizer, cfg)
+    with pytest.raises(UserError, match="--reward length compares the samples of a prompt, and there is one"):
+        checks.check_parts(problems, tokenizer, dataclasses.replace(cfg, samples_per_prompt=1))
 
 
 def test_an_empty_stop_string_is_refused():
@@ -529,6 +538,7 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     ("--samples_per_prompt=4", "--samples_per_prompt does nothing in evaluation; needed: --eval_samples"),
     ("--nonstop_penalty 1", "--nonstop_penalty does nothing"),
     ("--overlong_buffer 9", "--overlong_buffer does nothing"),
+    ("--model x", "--model does nothing in evaluation; needed: rollout.py MODEL DATA"),
     ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
     ("--reward math tags", "--reward tags does nothing"), ("--reward math=2", "--reward math=2 does nothing"),
     ("--reward math r.py:f", "--reward r.py:f does nothing"),
