@@ -19,6 +19,7 @@ are used). Every row gives a problem and an answer that is not empty, or a UserE
 row.
 """
 
+import json
 import math
 import re
 import sys
@@ -40,6 +41,8 @@ WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
+# At the ends of a text: spaces, NUL, and what has no width.
+INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
 DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
 
@@ -134,6 +137,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _letter_of(_gold(fields), fields, choices, where)
     else:
         answer = _answer(fields, where)
+        if answer and kind == "math":
+            answer = _out_of_list(answer)
         # Compared as text, an index would be another answer.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
@@ -142,7 +147,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     dataset = _dataset(fields, where)
     for text in (answer, dataset, *(part for turn in turns for part in turn)):
         require(_is_unicode(text), f"{where} has a lone surrogate, which is no character", "text in UTF-8")
-    return Row(turns, answer, sys.intern(kind), sys.intern(dataset))
+    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset))
 
 
 def _fields(row):
@@ -162,8 +167,8 @@ def _first(fields, *names):
 
 
 def _check_text(text, name, row, where):
-    """Raises UserError for a text that is missing or blank."""
-    if text is None or not text.strip():
+    """Raises UserError for a text that is missing, blank or invisible."""
+    if text is None or not text.strip(INVISIBLE):
         found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
         raise UserError(f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}")
 
@@ -263,6 +268,16 @@ def _answer(fields, where):
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
     return text
+
+
+def _out_of_list(text):
+    """The text in a list of one that was written as JSON; other texts as they are."""
+    try:
+        found = json.loads(text) if text.startswith('["') else None
+    except (ValueError, RecursionError):
+        return text
+    one = isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
+    return found[0] if one else text
 
 
 # --- choices

@@ -40,6 +40,7 @@ SHORT = {  # words that stand for long parts of the rows below
     "SYSTEM_LAST": said(("user", Q), ("system", "x")),
     "NARRATOR": said(("narrator", "x"), ("user", Q)),
     "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
+    "DEEP": "[" * 99_999,
     "MANY": json.dumps(list(range(27))),
     "SEVENS400": "7" * 400,
     "SEVENS5000": "7" * 5000,
@@ -99,6 +100,14 @@ READ = {
     '{"prompt": "1+1=", "answer": "2", "choices": []}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "choices": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
+    # what can't be seen, and a list of one as text (Skywork-OR1), is no part of an answer in mathematics
+    r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
+    r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
+    r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
+        (Q, r"\frac{1}{2}", "math"),
+    r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
+    r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
+    r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
     # numbers, kinds
     '{"prompt": "1+1=", "answer": 1.10}': (Q, "1.10", "math"),
     '{"prompt": "1+1=", "answer": 1e3}': (Q, "1e3", "math"),
@@ -123,6 +132,9 @@ REFUSED = {
     '{"prompt": {"role": "user"}, "answer": "2"}': "no problem",
     '{"prompt": ASSISTANT, "answer": "2"}': "no problem",
     '{"prompt": BLANK, "answer": "2"}': "no problem",
+    r'{"prompt": "\u200b", "answer": "2"}': "no problem",
+    r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
+    r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
     '{"prompt": NARRATOR, "answer": "2"}': "of another role",
     '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "of another role",
