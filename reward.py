@@ -247,7 +247,8 @@ def _grade_chunk(requests, deadline):
                 raise ValueError(f"the reward function returned {value}; needed: a finite float32")
             outcomes.append((value, "correct" if value > 0 else "wrong", None))
         except BaseException as error:  # also the SystemExit of a custom reward
-            outcomes.append((0.0, "error", f"{type(error).__name__}: {error}"[:500]))
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            outcomes.append((0.0, "error", message[:500]))
     signal.setitimer(signal.ITIMER_PROF, 0)
     return outcomes, (time.monotonic() - start) / len(requests)
 

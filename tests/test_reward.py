@@ -418,6 +418,14 @@ def test_a_reward_that_float32_cannot_hold_is_an_error(custom):
     assert grades[largest].reward == 3.4028234e38 and grades[largest].reason == "correct"
 
 
+def test_an_error_of_several_lines_is_told_in_one(custom):
+    """Alarms are lines."""
+    spec = custom("def score(response, answer, kind): raise ValueError('a\\n\\n  b\\u2028c')")
+    with Grader(customs=[spec], compares=False) as grader:
+        grader.submit(0, "5", "5", True, custom=spec)
+        assert grader.results()[0].reason == "error" and grader.new_errors() == ["ValueError: a b c"]
+
+
 def test_a_file_that_ends_itself_at_import_is_an_error_that_names_it(custom):
     spec = custom("import sys\nsys.exit(0)\n\n\ndef score(response, answer, kind): return 1")
     with Grader(customs=[spec], compares=False) as grader:
