@@ -129,10 +129,10 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
         require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
                 f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
         name = "accuracy" if full in KINDS else custom.rpartition(":")[2] or full
-        name = dataset.replace("/", "-") or name  # a / would make it another metric
+        name = dataset.casefold().replace("/", "-") or name  # a / would make it another metric
         terms.append(Term(name, weight, full if full in KINDS else "", custom, dataset.casefold()))
     graders = [t for t in terms if t.kind or t.custom]
-    names = [t.dataset or t.name for t in terms]
+    names = [t.name for t in terms]
     require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
             f"one of {', '.join(KINDS)}, or {SPEC}")
     require(len(set(names)) == len(names), f"--reward {' '.join(reward)} has two parts of one name",

@@ -342,6 +342,7 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
     ("math", "a.py:f", "b.py:f"): "two parts of one name", ("math=nan",): "weight 'nan'",
     ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'", ("math=0",): "weight '0'",
     ("math", "tags=0.0"): "weight '0.0'", ("math", "d@a.py:f", "D@b.py:g"): "two parts of one name",
+    ("math", "a/b@a.py:f", "a-b@b.py:g"): "two parts of one name",
     ("@a.py:f",): "no data set before its @"}.items())
 def test_a_wrong_reward_is_one_line(base, reward, words):
     with pytest.raises(UserError, match=re.escape(words)):
