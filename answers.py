@@ -150,11 +150,12 @@ def readers(text: str) -> list[str]:
 
 # --- normalise: the same thing is written the same way, and words stand in quotes
 
-DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
-INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\boxed|(?i:answer)")
+DELIMITED = re.compile(
+    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
+INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\(?:boxed|fbox)|(?i:answer)")
 CHARACTERS = str.maketrans({
     "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "⁄": "/",
-    "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
+    "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
     "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "’": "'", "，": ",", "~": " ", '"': "",
     "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
@@ -165,35 +166,47 @@ CHARACTERS = str.maketrans({
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
 })
 STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
-    boldsymbol bm mathit rm bf it limits"""
+    boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
+    checkmark"""
 COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(
     quad=" ", qquad=" ", dfrac=r"\frac", tfrac=r"\frac", cfrac=r"\frac", leq=r"\le ", leqslant=r"\le ",
     geq=r"\ge ", geqslant=r"\ge ", neq=r"\ne ", lt="<", gt=">", bar=r"\overline", dot=r"\overline",
     lbrace=r"\{", rbrace=r"\}", mid="|", colon=":", div="/", times="*", cdot="*", degree=r"^\circ ",
-    varnothing=r"\emptyset ", langle="(", rangle=")", backslash=r"\setminus ", over=r"\over ", dollars=r"\$")
-SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\%": r"\%", r"\!": "",
-           "\\\\": "\\\\", **dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ")}
+    varnothing=r"\emptyset ", langle="(", rangle=")", backslash=r"\setminus ", bigcup=r"\cup ", dollars=r"\$",
+    imath="i", jmath="j", Omega='"ohms"', over=r"\infix frac ", choose=r"\infix binom ", mod=r"\pmod ",
+    bmod=r"\pmod ")
+SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\!": "", "{:}": ":",
+           **dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ")}
 FUNCTIONS = "sin cos tan cot sec csc ln log exp sqrt pi infty theta alpha beta"
 WORDS = {"or": ",", "and": ",", "to": ":", "percent": r"\%", "percentage": r"\%", "infinity": r"\infty ",
-         "inf": r"\infty ", **{name: rf"\{name} " for name in FUNCTIONS.split()}}
+         "inf": r"\infty ", "mod": r"\pmod ", **{name: rf"\{name} " for name in FUNCTIONS.split()}}
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
-  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|bf|sf)|operatorname)\s*\{(?P<text>[^{}]*)\}
+  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
+      \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | (?P<symbol>\\\\|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
+  | (?P<symbol>\\\\|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
   | \\(?P<command>[A-Za-z]+)\ ?
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # in \text{}
 # Applied in this order to what TOKEN has left.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
+    (r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$"),  # dollars
+    (r"√ ?(\d+)", r"\\sqrt{\1}"),
+    (r"√", r"\\sqrt "),
+    (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
+    (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+    (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
+    (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # the space after a row
     (r'(?<=[\d}]) ?"to" ?(?=\d)', ":"),
-    (r"\^ ?\{? ?\\circ ?\}?", '"degrees"'),
+    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'("degrees") ?([CF])(?![a-z])', r'\1"\2"'),
-    (r"\\\{ ?\\\}", r"\\emptyset "),
+    (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
     (r'"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
     (r"(\d)\{,\}(?=\d{3})", r"\1"),
+    (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", lambda m: m[0].replace(",", "")),
     (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
     (r"\s+", " "),
     (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
@@ -202,17 +215,18 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
     (r",{2,}", ","),
-    (r"\\(frac|sqrt) ", r"\\\1"),
-    (r"\\frac(\w)(\w)", r"\\frac{\1}{\2}"),
-    (r"\\frac(\w)\{", r"\\frac{\1}{"),
+    (r"\\(frac|overline|sqrt(?:\[\w\])?) ?(\w)", r"\\\1{\2}"),
     (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
-    (r"\{([^{}]*)\\over ?([^{}]*)\}", r"\\frac{\1}{\2}"),
-    (r"\\sqrt\(([^()]*)\)|\\sqrt(\w)", r"\\sqrt{\1\2}"),
-    (r"\^\(([^()]*)\)", r"^{\1}"),
+    (r"\{([^{}]*)\\infix (frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
+    (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
-    (r"\\overline(\d)", r"\\overline{\1}"),
     (r"(?<![\\\w}^\]\)])\{([^{}]*)\}", r"\1"),
+    (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
+    (r"(?<=\d)[+-]0i$", ""),
+    (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # an exact value, then its decimals
+    (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
+    (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:is|are|equals|answer)" ?:?(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
 ]]
 
@@ -224,24 +238,22 @@ def normalise(text: str) -> str:
     `10~\text{ meters}.` becomes `10 "meters"`. The time is at most quadratic in len(text).
     """
     text = text.strip()
-    if match := DELIMITED.fullmatch(text):
+    while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = re.sub(r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$", text)  # dollars
-    text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}", text)
-    text = re.sub(r"\b([ap])\. ?m\b\.?", r"\1m", text)
     text = TOKEN.sub(_token, text.translate(CHARACTERS))
     for pattern, new in TIDY:
-        text = pattern.sub(new, text)
+        if pattern.search(text):  # faster than to replace nothing
+            text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
 
 def _token(match):
     if match["symbol"]:
-        return SYMBOLS[match[0]]
+        return SYMBOLS.get(match[0], match[0])
     if match["command"]:
         return COMMANDS.get(match["command"], match[0])
     if match["text"] is not None:
-        single = match["font"].startswith("math") and match["text"] in ("e", "i", "d")
+        single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
         return match["text"] if single else LETTERS.sub(_quoted, re.sub(r"\$|\\[,;:!]", " ", match["text"]))
     return _quoted(match) if match["word"] and _is_word(match) else match[0]
 
@@ -274,8 +286,8 @@ class Number(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """`kind` is number, quantity, base, ratio, list (or set), tuple, intervals, matrix, named, equation,
-    relation, letters, text or expression. `parts` depends on the kind. `text` is the normalised text."""
+    """`kind` is number, quantity, base, residue, ratio, list (or set), tuple, intervals, matrix, named,
+    equation, relation, letters, text or expression. `parts` depends on it. `text` is the normalised text."""
     kind: str
     text: str
     parts: Any = None
@@ -292,7 +304,7 @@ MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion
 # With one of these a number with words is a text, and not a number with its unit.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
-    point never false unknown unless except but maybe mod from by""".split())
+    point never false unknown unless except but maybe from by""".split())
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
     r"([+-]?)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
@@ -302,17 +314,30 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) ?)?\\frac\{([+-]?\d{1,40})\}\{([+-]
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
-NAME = re.compile(  # what may stand before `=`: x, a_{1}, \vec{v}, \angle ABC, f(x), P(A), (x,y), a word
-    r'(?:\\[a-z]+ ?(?:\{[A-Za-z]+\})?|[A-Za-z]{1,4}|"[^"]*")(?:\s?[A-Z]{1,4})?(?:_\{\w+\})?'
-    r"'?(?:\([\w,]*\))?|"
-    r"\([a-z](?:,[a-z])*\)")
+# What may stand before `=`.
+NAME = re.compile(r"""
+    (?:(?:m\ ?)?\\(?!pi)[a-z]+\ ?(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{"?\w+"?\})?'?(?:\([\w,]*\))?                   # ABC, a_{1}, f'(x)
+  | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)                      # |AB|, [ABC], (r,\theta)
+""", re.VERBOSE)
+TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # m+n: what a problem may ask for
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
-MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}(.*?)\\end\{\1matrix\}[)\]]?", re.DOTALL)
+MATRIX = re.compile(  # maybe with a factor
+    r"(-?(?:(?:\d|\\frac|\\sqrt)[\w{}\\./]*)?)"
+    r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\2matrix\}[)\]]?", re.DOTALL)
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
 SEPARATORS = {name: re.compile(f"{BRACKET}|(?P<separator>{pattern})") for name, pattern in {
-    "list": "[,;]", "union": r"\\cup ?", "equal": r"=|\\in ?(?![a-z])", "ratio": ":", "bar": r"[|:]",
-    "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>", "row": r"\\\\", "cell": "&", "minus": r"\\setminus ?",
+    "list": "[,;]", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":", "bar": r"[|:]",
+    "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
+    "row": r"\\\\", "cell": "&",
 }.items()}
+MONEY = re.compile(r'([+-]?)(?:\\\$|"(euros|pounds|cents)") ?(?=[\d.])')
+ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)[^\"]*\"degrees")
+DEGREES = re.compile(r'(\d+(?:\.\d+)?)"degrees"')
+ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
+PLURAL = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
+PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
+RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 DEEPEST = 8  # brackets in brackets; deeper ones are read as an expression
 
 
@@ -347,7 +372,7 @@ def _brackets(text):
 def read(text: str, depth: int = 0) -> Reading:
     """The type and the parts of a normalised text."""
     if depth <= DEEPEST and text:
-        for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_brackets, _read_matrix,
+        for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
             if reading := reader(text, depth + 1):
                 return reading
@@ -357,20 +382,23 @@ def read(text: str, depth: int = 0) -> Reading:
 def _read_list(text, depth):
     parts, _ = _split(text, "list")
     if len(parts) == 1:
-        if text.count(r"\pm") != 1 or _split(text, "equal")[1]:
+        if len(PLUS_MINUS.findall(text)) != 1 or _split(text, "equal")[1]:
             return None
-        parts = [re.sub(r"\\pm ?", sign, text) for sign in "+-"]
+        parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
     elif DECIMAL.fullmatch(text) or not all(parts):
         return None
     elements = []
     for part in parts:
         element = read(part, depth)
         # 1\pm2 is two elements of a list, and a set is one.
-        several = element.kind == "list" and r"\pm" in part and not part.startswith(r"\{")
+        several = element.kind == "list" and PLUS_MINUS.search(part) and not part.startswith(r"\{")
         elements += element.parts if several else [element]
     names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
     if len(names) == 1 and "" not in names:  # x<1 or x>2
         return Reading("intervals", text, (names.pop(), [piece for e in elements for piece in e.parts[1]]))
+    if {e.kind for e in elements} == {"named"} and len({e.parts[0] for e in elements}) == len(elements):
+        names, values = zip(*sorted(e.parts for e in elements), strict=True)  # y=2, x=1 is (x,y)=(1,2)
+        return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
 
 
@@ -378,24 +406,45 @@ def _read_named(text, depth):
     parts, found = _split(text, "equal")
     if not found:
         return None
-    if parts[-1] and NAME.fullmatch(parts[0]):
+    if parts[-1] and (NAME.fullmatch(parts[0]) or TOTAL.fullmatch(parts[0])):
         return Reading("named", text, (parts[0], read(parts[-1], depth)))
     return Reading("equation", text)
 
 
 def _read_union(text, depth):
-    """A union of intervals, or the reals, maybe without a point."""
+    """A union of intervals, or the reals, maybe without some points."""
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, [("()", [read(r"-\infty"), read(r"\infty")])]))
     parts, _ = _split(text, "minus")
-    if len(parts) == 2 and parts[0] == r"\mathbb{R}" and (inside := _brackets(parts[1])):
-        return _read_inequality(rf"x\ne {inside[1]}", depth)
+    if len(parts) == 2 and (points := read(parts[1], depth)).kind == "list":
+        pieces = _without(_pieces(read(parts[0], depth)), points.parts)
+        return Reading("intervals", text, (None, pieces)) if pieces else None
     parts, _ = _split(text, "union")
     pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
     return Reading("intervals", text, (None, sum(pieces, []))) if pieces and all(pieces) else None
 
 
+def _without(pieces, points):
+    """The intervals without points, each of which is inside of one of them; else []."""
+    pieces = list(pieces)
+    for point in points:
+        for i, (kind, (low, high)) in enumerate(pieces):
+            if _below(low, point) and _below(point, high):
+                pieces[i:i + 1] = [(kind[0] + ")", [low, point]), ("(" + kind[1], [point, high])]
+                break
+        else:
+            return []
+    return pieces
+
+
+def _below(a, b):
+    """Whether a < b is sure: one of them is infinite, or both are plain numbers."""
+    plain = a.kind == b.kind == "number" and a.parts.value < b.parts.value
+    return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
+
+
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+EDGES = {"<": "()", ">": "()", r"\ne": "()", r"\le": "[]", r"\ge": "[]"}
 
 
 def _read_inequality(text, depth):
@@ -410,13 +459,12 @@ def _read_inequality(text, depth):
     if not NAME.fullmatch(name) or not all(parts) or len(parts) > 2 and not upper:
         return Reading("relation", text)
     low, end, high = read(r"-\infty"), read(parts[-1], depth), read(r"\infty")
+    left, right = EDGES[signs[0]][0], EDGES[signs[-1]][1]
     if upper:
-        kind = ("[" if signs[0] == r"\le" else "(") + ("]" if signs[1] == r"\le" else ")")
-        pieces = [(kind, [read(parts[0], depth), end])]
+        pieces = [(left + right, [read(parts[0], depth), end])]
     else:
-        below, above = ("(]" if signs[0] == r"\le" else "()"), ("[)" if signs[0] == r"\ge" else "()")
-        pieces = [(below, [low, end])] if signs[0] in ("<", r"\le", r"\ne") else []
-        pieces += [(above, [end, high])] if signs[0] in (">", r"\ge", r"\ne") else []
+        pieces = [("(" + right, [low, end])] if signs[0] in ("<", r"\le", r"\ne") else []
+        pieces += [(left + ")", [end, high])] if signs[0] in (">", r"\ge", r"\ne") else []
     return Reading("intervals", text, (name, pieces))
 
 
@@ -424,7 +472,8 @@ def _pieces(reading):
     """The intervals of a reading, or []. A pair in brackets is an interval."""
     if reading.kind == "intervals":
         return reading.parts[1]
-    return [reading.parts] if reading.kind == "tuple" and len(reading.parts[1]) == 2 else []
+    pair = reading.kind == "tuple" and reading.parts[0] != "=" and len(reading.parts[1]) == 2
+    return [reading.parts] if pair else []
 
 
 def _read_brackets(text, depth):
@@ -446,36 +495,44 @@ def _read_brackets(text, depth):
 def _read_matrix(text, depth):
     if not (match := MATRIX.fullmatch(text)):
         return None
-    rows = [_split(row, "cell")[0] for row in _split(match[2], "row")[0] if row]
-    shape = "|" * (match[1] in ("v", "V")), *map(len, rows)
-    return Reading("matrix", text, (shape, [read(cell, depth) for row in rows for cell in row]))
+    factor, kind, inside = match.groups()
+    rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
+    shape = "|" * (kind in ("v", "V")), *map(len, rows)
+    times = "" if not factor else "-1*" if factor == "-" else f"{factor}*"
+    cells = [read(f"{times}({cell})", depth) for row in rows for cell in row]
+    return Reading("matrix", text, (shape, cells))
 
 
 def _read_text(text, depth):
     """Words, a number with its unit, or another text with words in it."""
-    money = re.match(r"([+-]?)\\\$ ?", text)
-    value = f'{money[1]}{text[money.end():]}"dollars"' if money else text
+    money = MONEY.match(text)
+    value = f'{money[1]}{text[money.end():]}"{money[2] or "dollars"}"' if money else text
     if LETTER_RUN.fullmatch(value):
         return Reading("letters", value.strip('"'))
     if '"' not in value:
         return None
+    if ANGLE.search(value):  # 50 degrees in \sin are no unit
+        radians = DEGREES.sub(r"\\frac{\1\\pi}{180}", value)
+        return read(radians, depth) if radians != value else None
     number, _, unit = value.partition('"')
     unit, number = '"' + unit, number.strip()
-    alone = not number or number[-1] in "+-*/=<>^_,({[|" or not UNIT.fullmatch(unit) or unit.count(" ") > 3
-    if alone or NO_UNIT.intersection(re.findall("[a-z]+", unit.lower())):
-        return Reading("text", text, re.sub(r'[\s"]+', " ", text).strip().casefold())
+    alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
+    said = not UNIT.fullmatch(unit) or unit.count(" ") > 3
+    if alone or said or NO_UNIT.intersection(re.findall("[a-z]+", unit.lower())):
+        words = re.sub(r'[\s"]+', " ", text).strip().casefold()
+        return Reading("text", text, PLURAL.sub(r"\1", ARTICLE.sub("", words)))
     inside, names = read(number, depth), _unit(unit)
     if names and names[0] in MULTIPLIERS and inside.kind == "number":
         value = inside.parts.value * MULTIPLIERS[names[0]]
-        inside = Reading("number", f"{value}", Number(value, None))
-        names = names[1:]
+        inside, names = Reading("number", f"{value}", Number(value, None)), names[1:]
     return Reading("quantity", text, (inside, names)) if names else inside
 
 
 def _unit(text):
     """The words of a unit in one spelling: `"square meters"` and `"m"^{2}` are both (m, 2)."""
     names, power = [], None
-    for word in re.findall(r"[a-z']+|-?\d|/", text.lower().replace("per ", "/")):
+    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/"))
+    for word in re.findall(r"[a-z']+|[2-9]|/", text):
         word = ALIASES.get(word) or ALIASES.get(word.removesuffix("s")) or word.removesuffix("s")
         if word in ("sq", "square", "cubic"):
             power = "3" if word == "cubic" else "2"
@@ -491,6 +548,8 @@ def _read_scalar(text, depth):
         return Reading("number", text, number)
     if match := BASE.fullmatch(text):
         return Reading("base", text, (match[1].lstrip("0"), BASES.get(match[2], match[2])))
+    if match := RESIDUE.fullmatch(text):
+        return Reading("residue", text, (match[2], [read(match[1], depth)]))
     parts, found = _split(text, "ratio")
     numbers = [_number(part) for part in parts]
     return Reading("ratio", text, [n.value for n in numbers]) if found and all(numbers) else None
@@ -530,9 +589,8 @@ UNSOLVED = re.compile(
     r"[|!]|[\w)}] ?[+-]")
 # What math-verify reads as something else: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
 MISREAD = re.compile(
-    r"\d \d|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
+    r"\d \d|\d ?\{\d|\{,|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
     r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
-CHOICE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{([^{}]*)\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # the closing parenthesis only after an opening one
 
@@ -561,7 +619,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
 
 
 def _letter(text):
-    match = LETTER.fullmatch(CHOICE_TEXT.sub(r"\1", text).strip(" $").upper())
+    match = LETTER.fullmatch(normalise(text).replace('"', "").upper())
     return match and match[2]
 
 
@@ -580,22 +638,20 @@ def _same(answer, gold, prove):
         return _same_quantity(answer, gold, prove)
     if len(kinds) == 1 and answer.kind in COMPARE:
         return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"}:
-        return _same_system(answer, gold, prove)
+    if kinds == {"tuple", "list"}:  # x=1, y=2 and 1, 2
+        a, b = (r.parts if r.kind == "tuple" else (",", r.parts) for r in (answer, gold))
+        return _same_tuple(a, b, prove)
     if "list" in kinds:  # {5} and 5
         a, b = (r.parts[0] if r.kind == "list" and len(r.parts) == 1 else r for r in (answer, gold))
         return "list" not in (a.kind, b.kind) and _same(a, b, prove)
     if "intervals" in kinds:
-        return _same_intervals((None, _pieces(answer)), (None, _pieces(gold)), prove)
+        names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
+        a, b = _pieces(answer), _pieces(gold)
+        return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
     if kinds == {"ratio", "number"}:
-        a, b = (r.parts.value if r.kind == "number" else _quotient(r.parts) for r in (answer, gold))
-        return a == b
+        ratio, number = (answer, gold) if gold.kind == "number" else (gold, answer)
+        return len(ratio.parts) == 2 and ratio.parts[0] == number.parts.value * ratio.parts[1] != 0
     return _same_expression(answer, gold, prove)
-
-
-def _quotient(parts):
-    """The number that a ratio of two numbers is, else None."""
-    return parts[0] / parts[1] if len(parts) == 2 and parts[1] else None
 
 
 def _squeeze(text):
@@ -609,7 +665,8 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number", "letters", "ratio"} or kinds == {"letters"}:
         return False
-    plain = gold.kind == "number" and (gold.parts.places or 0) < 6
+    mixed = re.match(r"-?\d+ ?\\frac", gold.text)  # 1+\frac{4}{5} solves nothing then
+    plain = gold.kind == "number" and (gold.parts.places or 0) < 6 and not mixed
     if plain and UNSOLVED.search(answer.text) or MISREAD.search(answer.text) or MISREAD.search(gold.text):
         return False
     if answer.text.count("'") != gold.text.count("'"):  # math-verify drops primes
@@ -623,25 +680,14 @@ def _same_expression(answer, gold, prove):
 def _same_named(answer, gold, prove):
     """x=5 equals 5 and x=5, but not y=5. An equation equals equations only."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
-    if "equation" in (a.kind, b.kind) or name and needed and name != needed:
+    total = needed and TOTAL.fullmatch(needed)  # x+y=5 is a line
+    if "equation" in (a.kind, b.kind) or name and needed and name != needed or total:
         return _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
-def _same_system(answer, gold, prove):
-    """(1,2) and x=1, y=2: the names in their order."""
-    point, values = (gold, answer) if answer.kind == "list" else (answer, gold)
-    brackets, elements = point.parts
-    if brackets != "()" or len(elements) != len(values.parts) or any(r.kind != "named" for r in values.parts):
-        return False
-    pairs = [elements, [r.parts[1] for r in sorted(values.parts, key=lambda r: r.parts[0])]]
-    return _same_all(*(pairs if point is answer else reversed(pairs)), prove)
-
-
 def _same_quantity(answer, gold, prove):
     """A unit must agree with the other one, or there is only one."""
-    if "quantity" not in (answer.kind, gold.kind):
-        return NotImplemented
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
     if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
@@ -659,57 +705,32 @@ def _same_number(answer, gold, prove):
     return gap < unit and (gap * 10**6 <= abs(b) or rounded)
 
 
-def _same_all(answer, gold, prove):
-    """The parts one by one. None if no part is wrong and one is not known."""
-    verdicts = [True]
-    for a, b in zip(answer, gold, strict=True):
-        verdicts.append(_same(a, b, prove))
-        if verdicts[-1] is False:
-            return False
-    return None if None in verdicts else True
-
-
 def _same_tuple(answer, gold, prove):
-    """Also pieces of intervals and matrices: what is in front of the parts must agree."""
+    """Whether the kinds agree, and the parts one by one. None if no part is wrong and one is not known."""
     (kind, a), (needed, b) = answer, gold
-    return kind == needed and len(a) == len(b) and _same_all(a, b, prove)
+    system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}  # x=1, y=2
+    if len(a) != len(b) or kind != needed and not system:
+        return False
+    verdicts = [_same(*pair, prove) for pair in zip(a, b, strict=True)]
+    return False not in verdicts and (None if None in verdicts else True)
 
 
-def _unordered(answer, gold, same):
-    """Whether the parts of `answer` are those of `gold` in some order, by same(part, part)."""
+def _unordered(answer, gold, prove, same=_same):
+    """Whether the parts of `answer` are those of `gold` in some order. None if that is not known."""
     left = list(answer)
     if len(left) != len(gold):
         return False
     for part in gold:
-        unknown = False
-        for i, candidate in enumerate(left):
-            verdict = same(candidate, part)
-            if verdict:
-                del left[i]
-                break
-            unknown = unknown or verdict is None
-        else:
-            return None if unknown else False
+        verdicts = [same(candidate, part, prove) for candidate in left]
+        if True not in verdicts:
+            return None if None in verdicts else False
+        del left[verdicts.index(True)]
     return True
 
 
-def _same_list(answer, gold, prove):
-    """Unordered. But in x=1, y=2 each name has its place, and without the names the order counts."""
-    names = [{r.parts[0] for r in parts if r.kind == "named"} for parts in (answer, gold)]
-    if len(names[0] | names[1]) > 1 and names[0] != names[1]:
-        return len(answer) == len(gold) and _same_all(answer, gold, prove)
-    return _unordered(answer, gold, lambda a, b: _same(a, b, prove))
-
-
-def _same_intervals(answer, gold, prove):
-    (name, a), (needed, b) = answer, gold
-    if name and needed and name != needed:
-        return False
-    return _unordered(a, b, lambda a, b: _same_tuple(a, b, prove)) if a and b else False
-
-
-COMPARE = {"number": _same_number, "list": _same_list, "tuple": _same_tuple, "matrix": _same_tuple,
-           "intervals": _same_intervals, **dict.fromkeys(("base", "ratio", "text"), lambda a, b, _: a == b)}
+COMPARE = {"number": _same_number, "list": _unordered,
+           **dict.fromkeys(("tuple", "matrix", "residue"), _same_tuple),
+           **dict.fromkeys(("base", "ratio", "text"), lambda a, b, _: a == b)}
 
 
 # --- math-verify
@@ -729,12 +750,15 @@ def _parse(text):
     if INNER_DELIMITER.search(text) or '"' in text:
         return []
     text = re.sub(r"(?<![A-Za-z\\])i(?=\d)", "i*", text)
+    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # it reads 2(3) as 2+3
     # Without `units`: it drops the variable of `2t`.
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
     found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the pool has the timeout
     if found and isinstance(found[0], Basic):  # for math-verify i is a variable
-        found[0] = found[0].xreplace({s: I for s in found[0].free_symbols if s.name == "i"})
+        names = {s.name: s for s in found[0].free_symbols}
+        if "i" in names and "j" not in names:  # beside j it is a vector
+            found[0] = found[0].xreplace({names["i"]: I})
     return found
 
 

@@ -103,7 +103,7 @@ RIGHT = [line.split(" ~ ") for line in r"""
 \frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23
 12 ~ 12.
 (-1,6) ~ (-1,6).
-120^\circ ~ 120^\circ. ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
+120^\circ ~ 120^\circ. ~ \boldsymbol{120°} ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
 10\text{ meters} ~ 10\,\text{m} ~ 10 meters ~ 10 ~ x=10\text{ meters}
 10080 ~ 10\,080 ~ 10{,}080 ~ 10,\!080 ~ 10,080
 (2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty)
@@ -117,9 +117,11 @@ x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
 3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117}
 -\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2}
 30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4
+a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
 (1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1
 \frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.333333333
 26000 ~ 2.6e4
+2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
 2i ~ (1+i)^2
 81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
@@ -140,6 +142,36 @@ ABC ~ \text{ABC}
 \begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix}
 y=2x+1 ~ 2x+1 ~ 2x-y+1=0
 \emptyset ~ \varnothing ~ \{\}
+809 ~ m+n = 809 ~ mn=809 ~ |AB| = 809 ~ [ABC]=809 ~ S_{ABC}=809 ~ m + n = 800 + 9 = 809
+90^\circ ~ \angle ABC = 90^\circ ~ m\angle B = 90
+(3,\frac{\pi}{2}) ~ (r,\theta)=(3,\frac{\pi}{2}) ~ (\rho, \theta) = (3, \pi/2)
+\frac56 ~ \frac56\approx0.833 ~ x=\frac56\approx0.83 ~ $\frac56$. ~ \boxed{\frac56} ~ \mathbf{\frac{5}{6}}
+13 ~ \text{The answer is } 13 ~ The answer is 13. ~ \text{Final answer: }13 ~ \text{The area is }13
+13 ~ **13** ~ \color{red}{13} ~ \textcolor{blue}{13} ~ 13 \checkmark ~ $\boxed{13}$. ~ 13+0i
+\text{Tuesday} ~ The answer is Tuesday. ~ Answer: Tuesday
+3\pmod7 ~ 3\bmod 7 ~ 3 \pmod{7} ~ 3 (mod 7) ~ 3\ (\bmod\ 7)
+x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
+[-1,0)\cup(0,1] ~ [-1,0)\bigcup(0,1] ~ [-1,1]\setminus\{0\}
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0,1\} ~ \mathbb{R} \backslash \{1, 0\}
+\begin{pmatrix}\frac12&0\\0&-1\end{pmatrix} ~ \frac12\begin{pmatrix}1&0\\0&-2\end{pmatrix}
+\begin{pmatrix}1\\-3\end{pmatrix} ~ \left[\begin{array}{r}1\\[4pt]-3\end{array}\right]
+\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{bmatrix}-1\\3\end{bmatrix}
+2^{1007} ~ 2^{1,007}
+\frac{1234}{5} ~ \frac{1,234}{5}
+7{:}45 ~ 7:45
+3\sqrt[3]{4} ~ 3\sqrt[3]4
+\binom{10}{3} ~ {10 \choose 3}
+2\mathbf{i}-3\mathbf{j} ~ 2\hat{i}-3\hat{j} ~ 2\hat{\mathbf{i}}-3\hat{\mathbf{j}} ~ 2i-3j ~ 2\vec i-3\vec j
+\sin 50^\circ ~ \sin(50^\circ) ~ \sin 50° ~ \cos 40^\circ
+€45 ~ 45 ~ 45 euros
+£1,250 ~ 1250 ~ 1250 pounds
+9.8\text{ m/s}^2 ~ 9.8\ \mathrm{m\,s^{-2}} ~ 9.8\text{ m}\cdot\text{s}^{-2} ~ 9.8
+400\text{ ohms} ~ 400\ \Omega ~ 400
+\text{ellipse} ~ an ellipse ~ the ellipse ~ \text{an ellipse}
+\text{no solution} ~ no solutions
+\emptyset ~ \text{empty set} ~ the empty set
+1\frac45 ~ 1+\frac45
+\text{July }4 ~ July 4th
 """.strip().splitlines()]
 
 WRONG = [line.split(" ~ ") for line in r"""
@@ -168,14 +200,17 @@ x ~ X ~ x' ~ 2x
 C ~ c ~ B ~ CC
 \text{Evelyn} ~ Evelin ~ not Evelyn ~ Evelyn and Bob
 \text{even} ~ uneven ~ odd
+\text{isosceles} ~ isoscele ~ not isosceles
 5\% ~ 5 ~ 0.5
-5 ~ 5\%
+5 ~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5
+\frac73 ~ 2(\frac13) ~ (2)(\frac13)
 101_2 ~ 101 ~ 5
 101 ~ 101_2
 (1,2) ~ \{1,2\} ~ (2,1) ~ 1,2 ~ [1,2] ~ (12) ~ x=2, y=1
 \{1,2\} ~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
 1, 2, 3 ~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
-a=1, b=2 ~ a=2, b=1 ~ 2, 1
+a=1, b=2 ~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1)
+1<x<2 ~ x=1, y=2
 x=5 ~ y=5 ~ x\ne5 ~ x>5
 y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
 6-5i ~ 6+5i ~ 6-5 ~ (6,-5)
@@ -185,6 +220,37 @@ y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
 \begin{pmatrix}1\\2\end{pmatrix} ~ \begin{pmatrix}1&2\end{pmatrix} ~ \begin{pmatrix}2\\1\end{pmatrix}
 1\pm\sqrt2 ~ 1+\sqrt2
 f(x)=x ~ f(x)=-x
+809 ~ m+n=808 ~ 2x=809 ~ -x=809 ~ m+n=809+1 ~ 809=m+n+1 ~ |AB|<809 ~ [x]=808 ~ f(809)=3
+x+y=5 ~ 5 ~ x-y=5 ~ x+z=5
+\pi ~ \pi\approx4x ~ 3.14\approx\pi
+\frac56 ~ \frac65\approx0.833 ~ \frac65\approx\frac56 ~ 0.833\approx\frac56
+\frac56 ~ \boxed{\frac56}\boxed{1} ~ 5\boxed{6} ~ 5\mathbf{6}
+12 ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7 {5} ~ 7{5} ~ 12+1i ~ 12+0.5i
+13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13
+13 ~ The answer is 13 or 14 ~ July 13
+13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1
+\text{Tuesday} ~ The answer is not Tuesday ~ The answer is Thursday ~ It is not Tuesday
+3\pmod7 ~ 3 ~ 7\pmod3 ~ 3\pmod8 ~ 4\pmod7 ~ \pm3
+x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
+[-1,0)\cup(0,1] ~ [-1,1] ~ (-1,1)\setminus\{0\} ~ [-1,1]\setminus\{1\}
+[-1,0)\cup(0,1] ~ [-1,1]\setminus\{0.5\} ~ [-1,1]\setminus\{5\}
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0\} ~ \mathbb{R}\setminus(0,1)
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0,2\}
+\begin{pmatrix}1\\-3\end{pmatrix} ~ 2\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{pmatrix}1\\-3\end{pmatrix}
+\begin{pmatrix}1\\-3\end{pmatrix} ~ \det\begin{pmatrix}1\\-3\end{pmatrix}
+\begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\-3\end{pmatrix}^T
+2^{1007} ~ 2^{1,008} ~ 2^{1,07}
+3\sqrt[3]{4} ~ 3\sqrt[4]3 ~ 3\sqrt4
+\binom{10}{3} ~ {3 \choose 10} ~ \frac{10}{3}
+2\mathbf{i}-3\mathbf{j} ~ 2i-3 ~ 2-3\mathbf{j} ~ 3\mathbf{i}-2\mathbf{j} ~ 2\mathbf{i}
+\sin 50^\circ ~ \sin 50 ~ \sin 40^\circ ~ 50^\circ ~ \cos 50^\circ
+\sin 50 ~ \sin 50^\circ
+€45 ~ \$45 ~ £45 ~ 45 cents ~ €54
+9.8\text{ m/s}^2 ~ 9.8\text{ m/s} ~ 9.8\ \mathrm{m\,s^{-1}} ~ 9.8\ \mathrm{m\,s^{2}}
+\text{ellipse} ~ not an ellipse ~ a circle
+1\frac45 ~ 1-\frac45 ~ \frac{4}{5} ~ 1+\frac54+1
+\frac95 ~ 1+\frac45
+\text{July }4 ~ 4 ~ June 4 ~ July 14
 """.strip().splitlines()]
 
 
