@@ -22,7 +22,7 @@ answer of another type is wrong. math-verify compares the expressions that are l
 - Lists and sets are unordered, tuples are ordered, brackets count. `(1,2)` may be a point or an interval; an
   inequality in one variable is an interval.
 - Words are compared as text without regard to case, a single letter with regard to it: `x` is not `X`.
-- `x=5` equals `5`, but not `y=5`. `6=7` is an equation, not 7.
+- `x=5` equals `5`, but not `y=5`. The answer `m+n=5` equals `5`. `6=7` is an equation, not 7.
 """
 
 import re
@@ -396,9 +396,12 @@ def _read_list(text, depth):
     names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
     if len(names) == 1 and "" not in names:  # x<1 or x>2
         return Reading("intervals", text, (names.pop(), [piece for e in elements for piece in e.parts[1]]))
-    if {e.kind for e in elements} == {"named"} and len({e.parts[0] for e in elements}) == len(elements):
-        names, values = zip(*sorted(e.parts for e in elements), strict=True)  # y=2, x=1 is (x,y)=(1,2)
-        return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
+    if {e.kind for e in elements} == {"named"}:
+        names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
+        if len(set(names)) == 1:  # x=1 or x=2
+            return Reading("named", text, (names[0], Reading("list", text, values)))
+        if len(set(names)) == len(names):  # y=2, x=1 is (x,y)=(1,2)
+            return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
 
 
@@ -602,7 +605,7 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
     unknown kind, ValueError for a gold answer that cannot be parsed, and what math-verify raises.
     """
     equal = quick_grade(answer, gold, kind)
-    return bool(_same(_read(answer), _read(gold), math_equal)) if equal is None else equal
+    return bool(_same(read(normalise(answer)), read(normalise(gold)), math_equal)) if equal is None else equal
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
@@ -615,16 +618,12 @@ def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
         return (letter := _letter(gold)) is not None and _letter(answer) == letter
     if answer == gold or kind == "exact":
         return answer == gold
-    return _same(_read(answer), _read(gold), lambda answer, gold: None)
+    return _same(read(normalise(answer)), read(normalise(gold)), lambda answer, gold: None)
 
 
 def _letter(text):
     match = LETTER.fullmatch(normalise(text).replace('"', "").upper())
     return match and match[2]
-
-
-def _read(text):
-    return read(normalise(text))
 
 
 def _same(answer, gold, prove):
@@ -680,8 +679,10 @@ def _same_expression(answer, gold, prove):
 def _same_named(answer, gold, prove):
     """x=5 equals 5 and x=5, but not y=5. An equation equals equations only."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
-    total = needed and TOTAL.fullmatch(needed)  # x+y=5 is a line
-    if "equation" in (a.kind, b.kind) or name and needed and name != needed or total:
+    other = name and needed and name != needed
+    if other and {a.kind, b.kind} & {"tuple", "list"}:
+        return False
+    if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):  # x+y=5 is a line
         return _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 

@@ -209,7 +209,8 @@ C ~ c ~ B ~ CC
 (1,2) ~ \{1,2\} ~ (2,1) ~ 1,2 ~ [1,2] ~ (12) ~ x=2, y=1
 \{1,2\} ~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
 1, 2, 3 ~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
-a=1, b=2 ~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1)
+a=1, b=2 ~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1) ~ a=1, a=2 ~ (b,a)=(1,2)
+x=1, x=2 ~ x=1, y=2 ~ y=1, y=2 ~ (1,2)
 1<x<2 ~ x=1, y=2
 x=5 ~ y=5 ~ x\ne5 ~ x>5
 y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
@@ -276,7 +277,8 @@ def test_rewrites_equal_one_another(line):
     "(", ")", "[", "{", r"\{", "(1,", "1,", "1 ", "1,234", "x<", "x=", r"\pm", r"\cup", r"\text{a}",
     r"\text{", '"', "a ", "5 cm ",
     r"\frac{", r"\frac1", r"\over", "{\\over", "_", "^", "9" * 50, r"\begin{pmatrix}", "&", r"\\", "½",
-    "√(", "^(", ":1", "|",
+    "√(", "^(", ":1", "|", "**", r"\boxed{", r"\sin 1°", r"\sin ", r"\pmod", r"1\pmod7", r"\{1\}\setminus",
+    "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$"])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """quick_grade runs in the trainer's process. An answer has at most 2000 characters."""
