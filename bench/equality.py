@@ -2,12 +2,13 @@ r"""Measures equality: right answers refused and wrong answers accepted, in perc
 
     python bench/equality.py [--before c69980a] [--failures] [--unseen] [--draws 4]
 
-The pairs are those of bench/equality_pairs.py. Three graders judge each: answers.py ("after"), reward.py as
-of the commit --before, and math-verify alone, with its own extraction from a box. A third of the pairs is not
-looked at during work on the equality. Only --unseen counts it, in a row of its own. --failures prints every
-wrong verdict of answers.py on the other two thirds.
+The pairs are those of bench/equality_pairs.py ("seen" and "unseen") and of bench/equality_foreign.jsonl: 794
+written by another hand ("foreign"), then 204 written before the second work on the equality ("second"). Three
+graders judge each: answers.py ("after"), reward.py as of the commit --before, and math-verify alone, with its
+own extraction from a box. The unseen third of the first file is not looked at during work on the equality.
+Only --unseen counts it. --failures prints every wrong verdict of answers.py on the other pairs.
 
-Writes bench/results/equality.md and .json with --unseen, and prints one JSON line per grader.
+Writes bench/results/equality.md and .json with --unseen, and prints one JSON line per grader and part.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
 from bench.equality_pairs import Pair, pairs  # noqa: E402
 
 SECONDS = 5  # CPU seconds for one pair; after them its verdict is False
+
+
+PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
+         "foreign": "**foreign**", "second": "**second**"}
 
 
 class Late(BaseException):
@@ -82,18 +87,32 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
     return percent
 
 
-def shares(cases: list[Pair], verdicts: list[bool], unseen: bool) -> dict[str, float]:
-    """`count` of the unseen third, or of the rest."""
-    chosen = [i for i, p in enumerate(cases) if p.unseen == unseen]
+def foreign() -> list[Pair]:
+    """The pairs of bench/equality_foreign.jsonl. A category begins with the part: `foreign integer`."""
+    found = []
+    for line in (HERE / "equality_foreign.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        name = row["category"] if row["category"].startswith("second ") else f"foreign {row['category']}"
+        found.append(Pair(name, row["answer"], row["gold"], row["right"], unseen=False))
+    return found
+
+
+def part(pair: Pair) -> str:
+    """One of PARTS."""
+    first = pair.category.split()[0]
+    return first if first in PARTS else "unseen" if pair.unseen else "seen"
+
+
+def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, float]:
+    """`count` of one of PARTS."""
+    chosen = [i for i, p in enumerate(cases) if part(p) == name]
     return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Markdown: per category and grader `refused / accepted`, and the sums of the seen and unseen thirds."""
+    """Markdown: per category and grader `refused / accepted`, and the sums of PARTS."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
-    groups["**all**"] = [True] * len(cases)
-    for name, unseen in (("**two thirds for work**", False), ("**unseen third**", True)):
-        groups[name] = [p.unseen == unseen for p in cases]
+    groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = [f"| category | right | wrong | {' | '.join(verdicts)} |", f"|{'---|' * (3 + len(verdicts))}"]
     for name, chosen in groups.items():
         some = [p for p, c in zip(cases, chosen, strict=True) if c]
@@ -116,13 +135,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     from answers import grade
 
-    cases = [p for p in pairs(args.draws) if args.unseen or not p.unseen]
+    cases = [p for p in [*pairs(args.draws), *foreign()] if args.unseen or not p.unseen]
+    parts = [name for name in PARTS if args.unseen or name != "unseen"]
     graders = {"after": grade}
     if args.unseen or not args.failures:
         graders = {"before": earlier(args.before), **graders, "math-verify": math_verify}
     verdicts = {name: [verdict(grader, p) for p in cases] for name, grader in graders.items()}
-    for name, of in verdicts.items():
-        print(json.dumps({"bench": "equality", "grader": name, "pairs": len(cases), **count(cases, of)}))
+    figures = {name: {which: shares(cases, of, which) for which in parts} for name, of in verdicts.items()}
+    for name, of in figures.items():
+        for which, percent in of.items():
+            total = sum(part(p) == which for p in cases)
+            print(json.dumps({"bench": "equality", "grader": name, "part": which, "pairs": total, **percent}))
     if args.failures:
         for p, v in zip(cases, verdicts["after"], strict=True):
             if p.same != v and not p.unseen:
@@ -131,8 +154,6 @@ def main() -> None:
         report = table(cases, verdicts)
         head = "Right answers refused / wrong answers accepted, in percent: `bench/equality.py --unseen`.\n\n"
         (HERE / "results" / "equality.md").write_text(head + report)
-        figures = {name: {part: shares(cases, of, part == "unseen") for part in ("seen", "unseen")}
-                   for name, of in verdicts.items()}
         (HERE / "results" / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)
 
