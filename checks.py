@@ -168,8 +168,8 @@ class FolderLock:
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
-        self.mine = {"host": os.uname().nodename, "pid": os.getpid(), "start": _start_of(os.getpid()),
-                     "id": secrets.token_hex(8)}
+        self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
+                     "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
     def claim(self) -> str:
         """Take the lock. Returns an error message or "". May wait DEAD seconds for another host's heartbeat.
@@ -209,12 +209,12 @@ class FolderLock:
             return {}
 
     def _is_alive(self, owner):
-        here = [owner.get(key) for key in ("host", "pid", "start")]
-        if here[0] == self.mine["host"]:
-            return here[1] != os.getpid() and here[2] == _start_of(here[1])
+        host, system, pid = (owner.get(key) for key in ("host", "system", "pid"))
+        if system == self.mine["system"]:
+            return pid != os.getpid() and owner["start"] == _start_of(pid)
         seen = before = self._beaten()
         if _now_at(self.file.parent) - before < DEAD:
-            print(f"{self.file} is of process {here[1]} on {here[0]}; waiting for its heartbeat", flush=True)
+            print(f"{self.file} is of process {pid} on {host}; waiting for its heartbeat", flush=True)
         while seen == before and _now_at(self.file.parent) - before < DEAD:
             time.sleep(2)
             seen = self._beaten()
@@ -240,6 +240,14 @@ class FolderLock:
                 print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
                       "leaving without a save", file=sys.__stderr__, flush=True)
                 os._exit(1)
+
+
+def _system():
+    """What tells whether two processes see the same process numbers. Hosts may share a name; containers may
+    share a kernel."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return os.uname().nodename
 
 
 def _start_of(pid):

@@ -137,7 +137,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
         processes[0].kill()
         processes[0].join()
     assert run_ranks(1, ranks.main, cfg) == [""]
-    locked(tmp_path / "o", host=HOST, pid=1, start="not the start of process 1")
+    here = checks.FolderLock(tmp_path).mine["system"]
+    locked(tmp_path / "o", host=HOST, system=here, pid=1, start="not the start of process 1")
     assert checks.FolderLock(tmp_path / "o" / "lock").claim() == ""
 
 
