@@ -1,217 +1,656 @@
-"""Kills training again and again. Every run must end by itself, equal bit for bit to the undisturbed run.
+"""Disturbs training again and again. Every run must end as the undisturbed run, equal bit for bit.
 
-    python bench/chaos.py [--runs 20]           # kills a random rank; in each third run during a save
-    python bench/chaos.py --nodes 2 [--runs 2]  # kills a node: torchrun's agent and its ranks; it comes back
+    python bench/chaos.py [--runs 20]                       # kill -9 of a random rank in a random phase
+    python bench/chaos.py --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md tells them
+    python bench/chaos.py --nodes 2 [--runs 2]              # a node is lost, agent and ranks, and comes back
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
-step. Two nodes are network namespaces, joined by a virtual cable. If that is not allowed (it needs root),
-both are on loopback. Prints one JSON line a run, and one for all. The exit status is 1 if a run differs,
-fails, or loses a saved step.
-"""
+step. It is struck once, in a phase (dist.phase) that the undisturbed run has, and its command is typed again
+where a user would. Two nodes are network namespaces, joined by a virtual cable. If that is not allowed (it
+needs root), both are on loopback.
+
+A run is ok if it ends by itself after at most 4 commands, loses no step that was saved, reports what it could
+not write, prints no other error, and has the metrics and weights of the undisturbed run; and if it is
+refused, in the one line that is due. Prints one JSON line a run, and one for all. The exit status is 1 if a
+run is not ok; its folder is kept. Without root, some faults are skipped, and their lines say so."""
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: of each node
+TRIES = 6  # runs in which the strike may come too late
+TYPED = 4  # times that the command may be typed
+HANG = 120.0  # seconds without a new line, after which a command counts as hanging
+
+
+# --- in the rank that is struck
+
+# Signals that the rank sends to itself at once. What the other faults are this program does, milliseconds
+# later.
+SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
+           "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
+
+
+def be_a_rank() -> None:
+    """Run train.py as it is. On the rank that the order names, a thread watches its phases meanwhile."""
+    order = json.loads(os.environ["CHAOS"])
+    if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
+        threading.Thread(target=watch, args=(order,), daemon=True).start()
+    sys.argv[0] = "train.py"
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+def watch(order: dict) -> None:
+    """Write at the end of the process when each phase began and ended, or strike in the phase that the order
+    names: `after` seconds after it began for the `visit`-th time, or after it began once more."""
+    visits, before, file = {}, set(), Path(order["file"])
+    if not order["phase"]:
+        atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
+    while True:
+        now, phases = time.monotonic(), current_phases(Path(order["out"]))
+        for phase in phases:
+            if phase not in before:
+                visits.setdefault(phase, []).append([now, now])
+            visits[phase][-1][1] = now
+        before = phases
+        mine = visits.get(order["phase"], [])
+        if order["phase"] in phases and len(mine) >= order["visit"] and now - mine[-1][0] >= order["after"]:
+            break
+        time.sleep(0.0002)
+    temp = file.with_suffix(".part")
+    temp.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+    temp.rename(file)
+    for number in SIGNALS.get(order["fault"], ()):
+        os.kill(os.getpid(), number)
+
+
+def current_phases(out: Path) -> set[str]:
+    """What the rank is in: the name of dist.CURRENT ("import" before that), and two parts of the run that are
+    no phases: "files", while those of a checkpoint are written, and "end", from the export on."""
+    current = getattr(sys.modules.get("dist"), "CURRENT", None)
+    phases = {current.name if current else "import"}
+    with contextlib.suppress(OSError):
+        phases |= {"files"} if any(p.endswith(".part") for p in os.listdir(out / "ckpt")) else set()
+    return phases | ({"end"} if (out / "export").exists() else set())
+
+
+# --- a run
 
 
 class Nodes:
     """A run on one or two nodes: one torchrun agent a node, and the ranks that the agents start."""
 
-    def __init__(self, count: int, base: str, out: Path) -> None:
-        self.count, self.out = count, out
-        self.names = [f"torz{i}" for i in range(count)] if count > 1 and make_namespaces(count) else []
-        where = ["--standalone"]
-        if count > 1:
-            host = "10.77.0.1" if self.names else "localhost"
-            port = random.Random(out.name).randint(20000, 40000)
-            where = ["--nnodes", str(count), "--rdzv-backend", "c10d", "--rdzv-id", out.name,
-                     "--rdzv-endpoint", f"{host}:{port}"]
-        self.torchrun = [sys.executable, "-m", "torch.distributed.run", *where,
-                         "--nproc-per-node", str(RANKS), "--max-restarts", "3", "--monitor-interval", "1"]
-        self.program = ["train.py", "tiny-ppo", "--model", base, "--data", f"{base}/train.jsonl",
+    def __init__(self, count: int, base: str, out: Path, namespaces: bool, order: dict) -> None:
+        self.count, self.out, self.order = count, out, order
+        self.names = [f"torz{i}" for i in range(count)] if namespaces else []
+        self.program = ["tiny-ppo", "--model", base, "--data", f"{base}/train.jsonl",
                         "--eval_data", f"{base}/eval.jsonl", "--steps", str(STEPS),
                         "--save_every", str(SAVE_EVERY), "--eval_every", "4", "--prompts_per_step", "8",
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
-        for node in range(count):
+        self.typed, self.hung = 0, False
+        self.expected = ""  # regular expression of the line that is due; empty: none
+        self.had = 0  # steps that must not be lost
+        self.copy: Path | None = None  # a checkpoint's copy that must stay
+        self.type()
+
+    def type(self) -> None:
+        """Start the run, or start it again."""
+        self.typed += 1
+        for node in range(self.count):
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's agent, in a session of its own: killing the session is the loss of the node."""
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        """Starts the node's agent. Until the strike the ranks are started by this program, to be watched."""
+        where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
-            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see dist.fresh_store
-        command = [*self.torchrun, *self.program]
+            where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
+        env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
             # The host's name does not resolve to the namespace's address, so torchrun is told who is the
             # host.
-            own = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
-            command = ["ip", "netns", "exec", self.names[node], *self.torchrun, *own, *self.program]
-        with Path(f"{self.out}.{node}.log").open("ab") as log:
-            self.agents[node] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log,
-                                                 start_new_session=True)
+            of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
+            host = ["ip", "netns", "exec", self.names[node]]
+        program = "bench/chaos.py" if self.typed == 1 else "train.py"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *of_agent,
+                    "--nproc-per-node", str(RANKS), "--max-restarts", "3", "--monitor-interval", "1"]
+        self.agents[node] = self.popen([*host, *torchrun, program, *self.program], node, env)
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that train now, by rank."""
+    def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
+        """Start an agent in a session of its own: killing the session is the loss of the agent."""
+        env = os.environ | env | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
+                                  "CHAOS": json.dumps(self.order)}
+        with Path(f"{self.out}.{node}.log").open("ab") as log:
+            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log,
+                                    start_new_session=True)
+
+    def ranks(self, node: int | None = None) -> dict[int, int]:
+        """Process ids of the ranks that train now, by rank; with `node`, those of its agent."""
+        agents = {a.pid for n, a in self.agents.items() if node in (None, n)}
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"--out\0{self.out}\0".encode() in (entry / "cmdline").read_bytes():
+            with contextlib.suppress(OSError, UnicodeDecodeError, KeyError):  # the process has ended
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in agents:
                     lines = (entry / "environ").read_text().split("\0")
-                    env = dict(line.partition("=")[::2] for line in lines)
-                    if "LOCAL_RANK" in env:
-                        found[int(env["RANK"])] = int(entry.name)
-            except (OSError, UnicodeDecodeError):  # the process has ended
-                continue
+                    found[int(dict(line.partition("=")[::2] for line in lines)["RANK"])] = int(entry.name)
         return found
 
     def running(self) -> bool:
         """Whether no agent has ended."""
         return all(agent.poll() is None for agent in self.agents.values())
 
+    def logs(self) -> list[Path]:
+        return sorted(self.out.parent.glob(f"{self.out.name}.*.log"))
+
+    def text(self) -> str:
+        """All that was printed."""
+        return "\n".join(log.read_text(errors="replace") for log in self.logs())
+
     def wait(self) -> list[int]:
-        """Exit status of each agent."""
-        return [agent.wait() for agent in self.agents.values()]
+        """Exit status of each agent. A run that hangs is killed."""
+        while any(agent.poll() is None for agent in self.agents.values()):
+            if time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG:
+                self.hung = True
+                self.kill_all()
+            time.sleep(0.05)
+        return [agent.returncode for agent in self.agents.values()]
+
+    def wait_for_strike(self) -> dict | None:
+        """What the struck rank wrote; None: the run is over."""
+        file = Path(self.order["file"])
+        while not file.exists():
+            if not self.running():
+                return None
+            time.sleep(0.001)
+        self.had = newest(self.out)
+        return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
         """Kills the agent and its ranks, as a power cut does. The ranks have sessions of their own."""
-        os.killpg(self.agents[node].pid, signal.SIGKILL)
-        for rank, pid in self.ranks().items():
-            if rank // RANKS == node:
-                os.kill(pid, signal.SIGKILL)
-        self.agents[node].wait()
+        agent = self.agents[node]
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGSTOP)  # so that it starts no more ranks
+        ranks = self.ranks(node).values()
+        for pid in [agent.pid, *ranks]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        agent.wait()
+
+    def kill_all(self) -> None:
+        for node in self.agents:
+            self.kill_node(node)
+
+
+def rendezvous(out: Path, host: str) -> list[str]:
+    """torchrun's flags for two agents."""
+    port = random.Random(str(out)).randint(20000, 40000)
+    return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", out.name,
+            "--rdzv-endpoint", f"{host}:{port}"]
 
 
 def make_namespaces(count: int) -> bool:
     """Makes network namespaces torz0 and torz1, joined by a virtual cable. False if that is not allowed."""
-    def ip(command: str) -> bool:
-        return subprocess.run(["ip", *command.split()], capture_output=True, check=False).returncode == 0
-
-    if os.geteuid() or shutil.which("ip") is None or not ip("netns list"):
+    if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
-        ip(f"netns del torz{i}")
+        system(f"ip netns del torz{i}")
     commands = [f"netns add torz{i}" for i in range(count)]
     commands.append("link add eth0 netns torz0 type veth peer name eth1 netns torz1")
     for i in range(count):
         commands += [f"-n torz{i} addr add 10.77.0.{i + 1}/24 dev eth{i}", f"-n torz{i} link set eth{i} up",
                      f"-n torz{i} link set lo up"]
-    return all(ip(command) for command in commands)
+    return all(system(f"ip {command}") for command in commands)
 
 
-def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """What no disturbance may change: metrics without times and memory, and the exported weights."""
-    from log import read_metrics
+def system(command: str) -> bool:
+    """Whether the command, which needs root, did its work."""
+    if os.geteuid():
+        return False
+    return subprocess.run(command.split(), capture_output=True, check=False).returncode == 0
 
-    clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
-    rows = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in read_metrics(out)]
-    return rows, [(out / f"export/{name}/model.safetensors").read_bytes() for name in ("policy", "critic")]
+
+# --- the faults
+
+# Each is called when the struck rank has told its phase. It returns False where it came too late or too early.
+
+
+class Skipped(Exception):
+    """A fault that this machine does not allow."""
+
+
+def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """The rank has sent itself the fault's SIGNALS. A storm is over all ranks; what is frozen goes on."""
+    if nodes.order["fault"] == "storm":
+        for pid in nodes.ranks().values():
+            for number in SIGNALS["storm"] * (pid != struck["pid"]):
+                send(pid, number)
+    if nodes.order["fault"] == "freeze":
+        time.sleep(3)
+        send(struck["pid"], signal.SIGCONT)
+    return True
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """Node 1 is lost and comes back. After the last save node 0 may end before that; node 1 would be alone."""
+    if nodes.had == STEPS or not nodes.running():
+        return False
+    nodes.kill_node(1)
+    time.sleep(rng.uniform(1, 10))
+    nodes.start(1)
+    return True
+
+
+def kill_all(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    nodes.kill_all()
+    return True
+
+
+def stop(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    send(nodes.agents[0].pid, signal.SIGTERM)
+    return True
+
+
+def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """The disk has no byte left for some seconds."""
+    ballast = nodes.out / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 20)):
+            pass
+    time.sleep(rng.uniform(2, 4))
+    ballast.unlink()
+    return True
+
+
+def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """The folder is read-only for some seconds, to all that is opened meanwhile. (A remount would be refused:
+    TensorBoard's file is open.)"""
+    other = nodes.out.with_suffix(".ro")
+    other.mkdir()
+    done = (system(f"mount --bind {nodes.out} {other}") and system(f"mount -o remount,bind,ro {other}")
+            and system(f"mount --bind {other} {nodes.out}"))
+    time.sleep(rng.uniform(2, 4))
+    assert done and system(f"umount -l {nodes.out}") and system(f"umount {other}"), "mount failed"
+    other.rmdir()
+    return True
+
+
+def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """A bit of the newest checkpoint changes. The run is refused until the checkpoint is removed."""
+    nodes.kill_all()
+    if not newest(nodes.out):
+        return False
+    folder = checkpoint(nodes.out)
+    file = rng.choice([p for p in sorted(folder.iterdir()) if p.name != "COMPLETE"])
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    nodes.expected = folder.name
+    nodes.type()
+    nodes.wait()
+    shutil.rmtree(folder)
+    nodes.had = newest(nodes.out)
+    return True
+
+
+def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """The newest checkpoint has lost its mark, or half of its largest file: the one before it counts."""
+    nodes.kill_all()
+    if not newest(nodes.out):
+        return False
+    folder = checkpoint(nodes.out)
+    largest = max(folder.iterdir(), key=lambda p: p.stat().st_size)
+    if rng.random() < 0.5:
+        (folder / "COMPLETE").unlink()
+    else:
+        os.truncate(largest, largest.stat().st_size // 2)
+    nodes.had = newest(nodes.out)
+    return True
+
+
+def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """A second run in the same folder is refused. The first one is stopped meanwhile, to be in its phase."""
+    owner = {}
+    while not owner:  # in its first seconds a run has no lock yet
+        if not nodes.running():
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            owner = json.loads((nodes.out / "lock").read_text())
+    ranks = nodes.ranks().values()
+    for pid in ranks:
+        send(pid, signal.SIGSTOP)
+    if (nodes.out / "lock").exists():
+        nodes.expected = f"in use by process {owner['pid']} on {owner['host']}; needed"
+        nodes.popen([sys.executable, "train.py", *nodes.program], 9, {}).wait(HANG)
+    for pid in ranks:
+        send(pid, signal.SIGCONT)
+    return nodes.expected != ""
+
+
+def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """All files are of 1970 or of 2100, as from a host whose clock is wrong. Half of the runs are killed."""
+    when = rng.choice([0, 4102444800])
+    for path in nodes.out.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path, (when, when), follow_symlinks=False)
+    if rng.random() < 0.5:
+        nodes.kill_all()
+    return True
+
+
+def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """What other runs and the user left: another host's old lock, an unfinished save, a copied checkpoint."""
+    nodes.kill_all()
+    lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
+    (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
+    lock.write_text(json.dumps({"host": "gone", "pid": 1, "start": "1", "id": "x"}))
+    os.utime(lock, (0, 0))
+    nodes.copy = ckpt / "step_000002_copy"
+    if nodes.had:
+        shutil.copytree(checkpoint(nodes.out), nodes.copy)
+    else:
+        nodes.copy.mkdir()
+    return True
+
+
+def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
+    """The command is typed on two machines of one rank, and one of them has another folder at --out."""
+    if not system("unshare -m true"):
+        raise Skipped("unshare is not allowed")
+    nodes.kill_all()
+    before, other = contents(nodes.out), nodes.out.with_suffix(".other")
+    other.mkdir()
+    nodes.expected = "doesn't see .* as rank 0 on"
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes.out, "localhost"),
+               "--nproc-per-node", "1", "train.py", *nodes.program]
+    hidden = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(other),
+              str(nodes.out)]
+    nodes.agents = {0: nodes.popen(command, 0, {}), 1: nodes.popen([*hidden, *command], 1, {})}
+    codes = nodes.wait()
+    del nodes.agents[1]
+    assert all(codes) and "doesn't see" in nodes.logs()[1].read_text(), "both should be refused"
+    assert contents(nodes.out) == before and not contents(other), "something was written"
+    other.rmdir()
+    return True
+
+
+def contents(folder: Path) -> dict[str, int]:
+    """Files and their times, without the lock."""
+    return {str(p): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_signals, "storm": by_signals,
+          "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
+          "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
+DISK = {"full", "read_only"}  # the run's folder has a small file system of its own
+DAMAGE = {"flip", "half"}  # there must be a checkpoint
+LOSES_A_RANK = {"kill", "node", "usr1", "storm"}  # the other ranks' collectives may fail then
+
+
+# --- what a run must be
+
+
+def checkpoint(out: Path) -> Path:
+    """The newest complete checkpoint."""
+    return out / "ckpt" / f"step_{newest(out):06d}"
 
 
 def newest(out: Path) -> int:
     """Steps in the newest complete checkpoint; 0: there is none."""
     from ckpt import complete
 
-    return max((int(p.name[-6:]) for p in complete(out)), default=0)
+    names = [p.name for p in complete(out)]
+    return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
 
 
-def wait_for_moment(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> None:
-    """Waits for a random moment of a run that takes `length` seconds, or for one inside a random save.
-    Returns at once if an agent ends."""
-    began, moment = time.monotonic(), rng.uniform(0.1, 0.9) * length
-    step = rng.choice(range(SAVE_EVERY, STEPS, SAVE_EVERY))
-    while nodes.running():
-        if in_save and list((nodes.out / "ckpt").glob(f".step_{step:06d}*")):
-            time.sleep(rng.uniform(0, 0.05))
-            return
-        if not in_save and time.monotonic() - began > moment and nodes.ranks():
-            return
-        time.sleep(0.001 if in_save else 0.05)
+def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
+    """What no disturbance may change: metrics without times and memory, and the exported weights. Raises
+    ValueError where the metrics are no strict JSON, OSError where a file is missing."""
+    clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in (out / "metrics.jsonl").open()]
+    rows = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
+    return rows, [(out / f"export/{name}/model.safetensors").read_bytes() for name in ("policy", "critic")]
 
 
-def disturb(nodes: Nodes, rng: random.Random, length: float, in_save: bool) -> dict | None:
-    """Kills a random rank, or kills node 1 and restarts it. Returns what was done; None: it came too late."""
-    began = time.monotonic()
-    wait_for_moment(nodes, rng, length, in_save)
-    ranks, saved = nodes.ranks(), newest(nodes.out)
-    # When the last save is done, node 0 may end before node 1 is back: node 1 could then join nobody.
-    too_late = saved == STEPS and nodes.count > 1
-    if not ranks or too_late or not nodes.running():
-        return None
-    if nodes.count > 1:
-        nodes.kill_node(1)
-        time.sleep(rng.uniform(1, 10))
-        nodes.start(1)
-        done = "node 1 lost"
-    else:
-        victim = rng.choice(sorted(ranks))
-        os.kill(ranks[victim], signal.SIGKILL)
-        done = f"rank {victim} killed"
-    return {"done": done, "after_s": round(time.monotonic() - began, 1), "in_save": in_save, "had": saved}
+def files(out: Path) -> set[str]:
+    """What a run leaves in its folder for people to read, and its checkpoints."""
+    patterns = ("*", "samples/*", "eval/*", "ckpt/*/COMPLETE")
+    return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-def disturbed_run(count: int, base: str, out: Path, rng: random.Random, length: float, in_save: bool,
-                  want: tuple) -> dict:
-    """One disturbed run, tried again until the disturbance comes in time, and how it compares with `want`."""
-    done = None
-    while done is None:
-        shutil.rmtree(out, ignore_errors=True)
-        nodes = Nodes(count, base, out)
-        done = disturb(nodes, rng, length, in_save)
+ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
+OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
+OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): .*"
+                            r"([Cc]onnection|closed|reset|peer|[Bb]roken pipe|waited|recv|[Ss]ocket)")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of refused commands, and those of what was not written."""
+    refused = dict.fromkeys(re.findall(r"train\.py: (.*; needed: .*)", text))
+    return [*refused, *re.findall(r"^!! .*(?:failed|can't write).*", text, re.M)]
+
+
+def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
+    """What is wrong with a run that was struck, in words; empty: nothing."""
+    text, fault, wrong = nodes.text(), nodes.order["fault"], []
+    lines, resumed = lines_of(text), resumed_after(text)
+    refused = [line for line in lines if not line.startswith("!!")]
+    if nodes.hung or any(codes):
+        wrong.append("it hung" if nodes.hung else f"exit {codes} after {nodes.typed} commands")
+    wrong += [f"error: {e[:200]}" for e in set(ERROR.findall(text)) if not OF_TORCHRUN.search(e)
+              and not (fault in LOSES_A_RANK and OF_A_LOST_RANK.search(e))]
+    if nodes.expected and not (len(refused) == 1 and re.search(nodes.expected, refused[0])):
+        wrong.append(f"not the one line that names {nodes.expected}")
+    if not nodes.expected and lines and fault not in DISK:
+        wrong.append("a line that nothing was the reason for")
+    if nodes.had and (resumed and min(resumed) < nodes.had or text.count(f"step 0/{STEPS}") > 1):
+        wrong.append("a saved step was lost")
+    if fault in DISK and not lines and (missing := files(want) - files(nodes.out)):
+        wrong.append(f"not told: {', '.join(sorted(missing))} is missing")
+    if nodes.copy and not nodes.copy.is_dir():
+        wrong.append("the user's copy is gone")
+    if not (nodes.out / "ckpt/best/COMPLETE").exists():
+        wrong.append("no best checkpoint")
+    return wrong
+
+
+def resumed_after(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"resumed after (\d+) steps", text)]
+
+
+# --- all runs
+
+
+@contextlib.contextmanager
+def place(out: Path, fault: str) -> Iterator[None]:
+    """The run's folder, on a file system of its own where the fault needs it. All of it is removed, unless
+    an assertion or another error keeps it."""
+    out.mkdir(parents=True)
+    if fault in DISK and not system(f"mount -t tmpfs -o size=160m chaos {out}"):
+        out.rmdir()
+        raise Skipped("mount is not allowed")
+    try:
+        yield
+    finally:
+        if fault in DISK:
+            kept = out.with_suffix(".kept")
+            if out.exists():
+                shutil.copytree(out, kept, symlinks=True, ignore=shutil.ignore_patterns("ballast"))
+            while system(f"umount -l {out}"):
+                pass
+            out.rmdir()
+            kept.rename(out)
+
+
+def remove(out: Path) -> None:
+    """Remove a run's folder, and what lies beside it under the same name."""
+    for path in [out, *out.parent.glob(f"{out.name}.*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
+    """A run's line, after the strike and all that follows; None: the strike came too late."""
+    try:
+        struck = nodes.wait_for_strike()
+        faults = FAULTS | {"node": node}
+        if not struck or not faults[nodes.order["fault"]](nodes, struck, rng):
+            return None
         codes = nodes.wait()
-    text = Path(f"{out}.0.log").read_text(errors="replace")
-    resumed = [int(n) for n in re.findall(r"resumed after (\d+) steps", text)]
-    identical = not any(codes) and outcome(out) == want
-    kept = (resumed or [0])[-1] >= done["had"]
-    return done | {"resumed_after": resumed, "exit": codes, "identical": identical,
-                   "nothing_saved_lost": kept}
+        while nodes.typed < TYPED and not nodes.hung and (
+                any(codes) or not (nodes.out / "export/critic").exists()):
+            nodes.type()
+            codes = nodes.wait()
+    finally:
+        nodes.kill_all()
+    text, wrong = nodes.text(), faults_of(nodes, want, codes)
+    try:
+        identical = outcome(nodes.out) == outcome(want)
+    except (OSError, ValueError) as e:
+        identical, wrong = False, [*wrong, str(e)]
+    wrong += [] if identical else ["not identical"]
+    return {"had": nodes.had, "typed": nodes.typed, "resumed_after": resumed_after(text),
+            "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-def main() -> None:
+Visits = dict[str, list[list[float]]]  # phase: when each of its visits began and ended
+
+
+def possible(fault: str, visits: Visits) -> Visits:
+    """The phases in which the fault may strike, each with (number of the visit, seconds that it took)."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # when the first checkpoint was there
+    found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
+             for phase, times in visits.items()}
+    return {phase: times for phase, times in found.items() if times}
+
+
+def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
+    """(fault, phase, visit, seconds of it) of each run: every fault and every phase once, then at random."""
+    new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
+    for _ in range(runs):
+        fault = new_faults.pop() if new_faults else rng.choice(faults)
+        times = possible(fault, visits)
+        phase = next((p for p in new_phases if p in times), None) or rng.choice(sorted(times))
+        new_phases = [p for p in new_phases if p != phase]
+        yield fault, phase, *rng.choice(times[phase])
+
+
+def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
+    """The line of a run that is struck as chosen, tried again with an earlier strike until one comes in time.
+    Too early for damage is before the first save."""
+    fault, phase, visit, seconds = chosen
+    rank = rng.randrange(RANKS * args.nodes)
+    row = {"fault": fault, "phase": phase, "rank": rank}
+    after, step = rng.uniform(0, 0.9) * seconds, 1 if fault in DAMAGE else -1
+    for _ in range(TRIES):
+        order = {"fault": fault, "phase": phase, "visit": visit, "after": after, "rank": rank,
+                 "out": str(out), "file": f"{out}.struck"}
+        try:
+            with place(out, fault):
+                found = struck_run(Nodes(args.nodes, args.base, out, args.namespaces, order), want, rng)
+        except Skipped as e:
+            return row | {"skipped": str(e)}
+        if found:
+            return row | found
+        remove(out)
+        visit, after = max(1, visit + step), 0
+    return row | {"wrong": [f"{phase} was not met in {TRIES} runs"]}
+
+
+def undisturbed_run(args: argparse.Namespace, out: Path) -> Visits:
+    """Train in `out`. Returns the phases of rank 0."""
+    order = {"fault": "", "phase": "", "rank": 0, "out": str(out), "file": f"{out}.struck"}
+    out.mkdir()
+    began, nodes = time.monotonic(), Nodes(args.nodes, args.base, out, args.namespaces, order)
+    try:
+        assert not any(nodes.wait()), f"the undisturbed run failed: see {out}.0.log"
+    finally:
+        nodes.kill_all()
+    visits = json.loads(Path(f"{out}.struck").read_text())
+    print(json.dumps({"run": "undisturbed", "seconds": round(time.monotonic() - began, 1),
+                      "phases": {phase: len(times) for phase, times in visits.items()},
+                      "namespaces": args.namespaces}), flush=True)
+    return visits
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=0, help="default: 20, and 200 with --faults all")
+    parser.add_argument("--faults", nargs="+", default=["kill"], choices=["all", *FAULTS])
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", default="runs/tiny-base-0", help="base model; made if it is missing")
-    parser.add_argument("--out", default="runs/chaos")
+    parser.add_argument("--out", default="runs/chaos", help="a new or empty folder; removed if all is well")
     args = parser.parse_args()
+    args.runs = args.runs or (200 if args.faults == ["all"] else 20)
+    if args.faults == ["all"]:
+        args.faults = list(FAULTS)
+    if args.nodes == 2:
+        args.faults = ["node"]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    from configs import require, user_errors
     from tiny import build
 
-    base, out, rng = build(args.base), Path(args.out).absolute(), random.Random(args.seed)
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    began = time.monotonic()
-    undisturbed = Nodes(args.nodes, base, out / "undisturbed")
-    assert not any(undisturbed.wait()), f"the undisturbed run failed: see {out}/undisturbed.0.log"
-    length, want = time.monotonic() - began, outcome(undisturbed.out)
-    print(json.dumps({"run": "undisturbed", "seconds": round(length, 1),
-                      "namespaces": bool(undisturbed.names)}), flush=True)
-    identical = 0
-    for i in range(args.runs):
-        folder = out / f"run{i:02d}"
-        row = disturbed_run(args.nodes, base, folder, rng, length, i % 3 == 2, want)
-        print(json.dumps({"run": i} | row), flush=True)
-        if row["identical"] and row["nothing_saved_lost"]:
-            identical += 1
-            shutil.rmtree(folder)
-    print(json.dumps({"runs": args.runs, "nodes": args.nodes, "identical": identical}))
-    sys.exit(identical < args.runs)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running or mounted
+    out, rng = Path(args.out).absolute(), random.Random(args.seed)
+    with user_errors("chaos.py"):
+        require(not out.exists() or out.is_dir() and not any(out.iterdir()), f"{out} is not empty",
+                "--out with a folder that is new or empty")
+        args.base = build(args.base)
+    out.mkdir(parents=True, exist_ok=True)
+    args.namespaces = make_namespaces(args.nodes)
+    visits = undisturbed_run(args, out / "undisturbed")
+    rows = []
+    for i, chosen in enumerate(choose(args.runs, args.faults, visits, rng)):
+        folder = out / f"run{i:03d}"
+        row = {"run": i} | run_once(args, folder, out / "undisturbed", chosen, rng)
+        rows.append(row)
+        if "wrong" not in row:
+            remove(folder)
+        else:
+            row["folder"] = str(folder)
+        print(json.dumps(row), flush=True)
+    done = [row for row in rows if "skipped" not in row]
+    bad = sum("wrong" in row for row in done)
+    print(json.dumps({"runs": args.runs, "ok": len(done) - bad, "skipped": len(rows) - len(done),
+                      "phases": Counter(row["phase"] for row in done),
+                      "faults": Counter(row["fault"] for row in done)}))
+    if not bad:
+        remove(out)
+    sys.exit(bad > 0)
 
 
 if __name__ == "__main__":
-    main()
+    be_a_rank() if "CHAOS" in os.environ else main()
