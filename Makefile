@@ -2,7 +2,7 @@
 # make test      all checks in a fresh environment; needs the network once, to install
 # make plan      what the 7B recipe takes on 32 GPUs: batches, memory, disk, seconds
 # make bench     speed on this machine, 25 minutes on two cores; nothing else should run
-# make chaos     kill runs at random, 20 times; every one must end as if undisturbed
+# make chaos     kill runs at random, 20 times; every one must end as if undisturbed (docs/faults.md has more)
 # make rehearse  the production layout, 4 torchrun agents of 8 ranks, on this machine; the debug layout continues it
 PYTHON ?= python3
 ALGO ?= ppo

@@ -39,6 +39,7 @@ CANNOT = {
     "make test": "this is it",
     "make rehearse": "takes 33 processes and minutes",
     "make chaos": "takes twenty runs",
+    "python bench/chaos.py": "takes twenty runs or more",
     "make bench": "takes half an hour, and nothing else may run",
     "pip install": "needs a network; the file that it names is looked up below",
     "ruff check": "make test runs it",
@@ -280,6 +281,24 @@ def test_every_function_exists():
             what = getattr(what, part, None)
         seen += 1
     assert seen > 20
+
+
+def test_every_named_test_exists():
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", TEXT)
+    for file, test in named:
+        assert f"\ndef {test}(" in (ROOT / file).read_text(encoding="utf-8"), (file, test)
+    assert len(named) >= 10
+
+
+def test_the_faults_are_those_of_chaos():
+    """One row each, and one for the lost node of --nodes 2. In each, a test or the command shows it."""
+    source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
+    (faults,) = [node.value.keys for node in source.body
+                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
+    (table,) = tables(DOCS["docs/faults.md"], "fault")
+    named = [re.match(r"`(\w+)`", row[0])[1] for row in table[1:]]
+    assert sorted(named) == sorted([*(key.value for key in faults), "node"])
+    assert all("tests/" in row[3] or row[3] == "`bench/chaos.py` only" for row in table[1:])
 
 
 # --- README's tables
