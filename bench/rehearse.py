@@ -58,10 +58,14 @@ def free_port() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", default="runs/tiny-base-0")
-    parser.add_argument("--out", default="runs/rehearse")
+    parser.add_argument("--out", default="runs/rehearse", help="a new or empty folder; removed at the end")
     args = parser.parse_args()
+    from configs import require, user_errors
+
     out = Path(args.out).absolute()
-    shutil.rmtree(out, ignore_errors=True)
+    with user_errors("rehearse.py"):
+        require(not out.exists() or out.is_dir() and not any(out.iterdir()), f"{out} is not empty",
+                "--out with a folder that is new or empty")
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def torchrun(layout: str, steps: int, *where: str) -> list[str]:
@@ -81,6 +85,7 @@ def main() -> None:
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and "resumed after 2 steps" in text, rows
     print(json.dumps({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
                       "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True}))
+    shutil.rmtree(out)  # which this program made
 
 
 if __name__ == "__main__":

@@ -41,19 +41,21 @@ def main() -> None:
     parser.add_argument("--model", default="runs/tiny-base-0")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--preset", default="tiny-ppo")
-    parser.add_argument("--out", default="runs/saving")
+    parser.add_argument("--out", default="runs/saving", help="a new or empty folder; removed at the end")
     args = parser.parse_args()
     import dist
     import train
-    from configs import PRESETS
+    from configs import PRESETS, require, user_errors
 
+    out = Path(args.out).absolute()
     still = 1e-30  # a learning rate that moves no weight, so that every block does the same work
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
-    if not dist.init().rank:
-        shutil.rmtree(args.out, ignore_errors=True)
-    dist.gather(None)
+    dist.init()
+    with user_errors("saving.py"):
+        dist.together(lambda: require(not out.exists() or out.is_dir() and not any(out.iterdir()),
+                                      f"{out} is not empty", "--out with a folder that is new or empty"))
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
@@ -87,6 +89,10 @@ def main() -> None:
             "cpu_stderr": round(statistics.stdev(kept_cpu) / len(kept_cpu) ** 0.5, 4)}))
     run.grader.close()
     run.log.close()
+    run.lock.release()
+    dist.gather(None)
+    if run.world.main:
+        shutil.rmtree(out)  # which this program made
 
 
 if __name__ == "__main__":
