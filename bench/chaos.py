@@ -223,11 +223,10 @@ def make_namespaces(count: int) -> bool:
     return all(system(f"ip {command}") for command in commands)
 
 
-def system(command: str) -> bool:
+def system(command: str, *paths: Path) -> bool:
     """Whether the command, which needs root, did its work."""
-    if os.geteuid():
-        return False
-    return subprocess.run(command.split(), capture_output=True, check=False).returncode == 0
+    words = [*command.split(), *map(str, paths)]
+    return not os.geteuid() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 # --- the faults
@@ -292,10 +291,10 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     TensorBoard's file is open.)"""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
-    done = (system(f"mount --bind {nodes.out} {other}") and system(f"mount -o remount,bind,ro {other}")
-            and system(f"mount --bind {other} {nodes.out}"))
+    done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
+            and system("mount --bind", other, nodes.out))
     time.sleep(rng.uniform(2, 4))
-    assert done and system(f"umount -l {nodes.out}") and system(f"umount {other}"), "mount failed"
+    assert done and system("umount -l", nodes.out) and system("umount -l", other), "mount failed"
     other.rmdir()
     return True
 
@@ -313,13 +312,14 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     nodes.expected = folder.name
     nodes.type()
     nodes.wait()
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # a run that was not refused may have removed it
     nodes.had = newest(nodes.out)
     return True
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The newest checkpoint has lost its mark, or half of its largest file: the one before it counts."""
+    """The newest checkpoint has lost its mark, and does not count; or half of its largest file: then it may
+    count as unfinished, or the run is refused until it is removed."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -330,6 +330,10 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     else:
         os.truncate(largest, largest.stat().st_size // 2)
     nodes.had = newest(nodes.out)
+    nodes.type()
+    if any(nodes.wait()) and (folder / "COMPLETE").exists():
+        nodes.expected = folder.name
+        shutil.rmtree(folder)
     return True
 
 
@@ -346,7 +350,10 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
         send(pid, signal.SIGSTOP)
     if (nodes.out / "lock").exists():
         nodes.expected = f"in use by process {owner['pid']} on {owner['host']}; needed"
-        nodes.popen([sys.executable, "train.py", *nodes.program], 9, {}).wait(HANG)
+        process = nodes.popen([sys.executable, "train.py", *nodes.program], 9, {})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(HANG)
+        process.kill()
     for pid in ranks:
         send(pid, signal.SIGCONT)
     return nodes.expected != ""
@@ -409,7 +416,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # the run's folder has a small file system of its own
 DAMAGE = {"flip", "half"}  # there must be a checkpoint
-LOSES_A_RANK = {"kill", "node", "usr1", "storm"}  # the other ranks' collectives may fail then
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # the other ranks' collectives may fail then
 
 
 # --- what a run must be
@@ -483,6 +490,8 @@ def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
         wrong.append("the user's copy is gone")
     if not (nodes.out / "ckpt/best/COMPLETE").exists():
         wrong.append("no best checkpoint")
+    if left := [p.name for p in (nodes.out / "lock", *nodes.out.glob("ckpt/.step_*")) if p.exists()]:
+        wrong.append(f"{', '.join(left)} is left")
     return wrong
 
 
@@ -498,7 +507,7 @@ def place(out: Path, fault: str) -> Iterator[None]:
     """The run's folder, on a file system of its own where the fault needs it. All of it is removed, unless
     an assertion or another error keeps it."""
     out.mkdir(parents=True)
-    if fault in DISK and not system(f"mount -t tmpfs -o size=160m chaos {out}"):
+    if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
         raise Skipped("mount is not allowed")
     try:
@@ -508,7 +517,7 @@ def place(out: Path, fault: str) -> Iterator[None]:
             kept = out.with_suffix(".kept")
             if out.exists():
                 shutil.copytree(out, kept, symlinks=True, ignore=shutil.ignore_patterns("ballast"))
-            while system(f"umount -l {out}"):
+            while system("umount -l", out):
                 pass
             out.rmdir()
             kept.rename(out)
@@ -581,6 +590,8 @@ def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng
                 found = struck_run(Nodes(args.nodes, args.base, out, args.namespaces, order), want, rng)
         except Skipped as e:
             return row | {"skipped": str(e)}
+        except AssertionError as e:
+            return row | {"wrong": [str(e)]}
         if found:
             return row | found
         remove(out)
