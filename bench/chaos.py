@@ -160,6 +160,10 @@ class Nodes:
         """Whether no agent has ended."""
         return all(agent.poll() is None for agent in self.agents.values())
 
+    def hangs(self) -> bool:
+        """Whether nothing was printed for long."""
+        return time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG
+
     def logs(self) -> list[Path]:
         return sorted(self.out.parent.glob(f"{self.out.name}.*.log"))
 
@@ -170,19 +174,19 @@ class Nodes:
     def wait(self) -> list[int]:
         """Exit status of each agent. A run that hangs is killed."""
         while any(agent.poll() is None for agent in self.agents.values()):
-            if time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG:
+            if self.hangs():
                 self.hung = True
                 self.kill_all()
             time.sleep(0.05)
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """What the struck rank wrote; None: the run is over."""
+        """What the struck rank wrote; None: the run is over, or hangs."""
         file = Path(self.order["file"])
         while not file.exists():
-            if not self.running():
+            if not self.running() or self.hangs():
                 return None
-            time.sleep(0.001)
+            time.sleep(0.002)
         self.had = newest(self.out)
         return json.loads(file.read_text())
 
@@ -210,11 +214,13 @@ def rendezvous(out: Path, host: str) -> list[str]:
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes network namespaces torz0 and torz1, joined by a virtual cable. False if that is not allowed."""
+    """Makes network namespaces torz0 and torz1, joined by a virtual cable, until this program ends. False if
+    that is not allowed."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
         system(f"ip netns del torz{i}")
+        atexit.register(system, f"ip netns del torz{i}")
     commands = [f"netns add torz{i}" for i in range(count)]
     commands.append("link add eth0 netns torz0 type veth peer name eth1 netns torz1")
     for i in range(count):
