@@ -582,12 +582,12 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """The line of a run that is struck as chosen, tried again with an earlier strike until one comes in time.
-    Too early for damage is before the first save."""
+    """The line of a run that is struck as chosen. Where the strike came too late, it is tried again earlier;
+    where it came before there was a checkpoint to damage, later."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}
-    after, step = rng.uniform(0, 0.9) * seconds, 1 if fault in DAMAGE else -1
+    after = rng.uniform(0, 0.9) * seconds
     for _ in range(TRIES):
         order = {"fault": fault, "phase": phase, "visit": visit, "after": after, "rank": rank,
                  "out": str(out), "file": f"{out}.struck"}
@@ -600,8 +600,9 @@ def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng
             return row | {"wrong": [str(e)]}
         if found:
             return row | found
+        too_early = Path(order["file"]).exists() and fault in DAMAGE
+        visit, after = max(1, visit + (1 if too_early else -1)), 0
         remove(out)
-        visit, after = max(1, visit + step), 0
     return row | {"wrong": [f"{phase} was not met in {TRIES} runs"]}
 
 
