@@ -199,8 +199,9 @@ class FolderLock:
     def release(self) -> None:
         """Give the folder free, if it is still this run's."""
         self.ended.set()
-        if self._owner() == self.mine:
-            self.file.unlink(missing_ok=True)
+        with suppress(OSError):  # on a disk that failed it stays, and counts for nothing
+            if self._owner() == self.mine:
+                self.file.unlink(missing_ok=True)
 
     def _owner(self):
         try:
@@ -212,13 +213,13 @@ class FolderLock:
         host, system, pid = (owner.get(key) for key in ("host", "system", "pid"))
         if system == self.mine["system"]:
             return pid != os.getpid() and owner["start"] == _start_of(pid)
-        seen = before = self._beaten()
-        if _now_at(self.file.parent) - before < DEAD:
+        before, began = self._beaten(), time.monotonic()
+        patience = DEAD - max(0.0, _now_at(self.file.parent) - before)  # its clock may be ahead
+        if patience > 0:
             print(f"{self.file} is of process {pid} on {host}; waiting for its heartbeat", flush=True)
-        while seen == before and _now_at(self.file.parent) - before < DEAD:
+        while self._beaten() == before and time.monotonic() - began < patience:
             time.sleep(2)
-            seen = self._beaten()
-        return seen > before
+        return self._beaten() not in (before, 0.0)
 
     def _beaten(self):
         """When the owner last renewed the file; 0 where there is none."""

@@ -597,18 +597,18 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
             state[name] = tensor.to("cpu", torch.bfloat16, copy=True)
     bad = next((name for name, x in state.items() if not is_finite(x)), "")
     _raise_on_all(bad and f"{bad} is not finite, so {out} was not written; needed: an older checkpoint")
-    if main:
-        _write_export(out, state, config, tokenizer, source, facts or {})
+    error = _attempt(_write_export, out, state, config, tokenizer, source, facts or {})[0] if main else ""
+    if error:
+        _attempt(_remove_unfinished, out)
+    _raise_on_all(error and f"{out} can't be written ({error}); needed: space and permission there, and then "
+                  "the same command, or ckpt.py export; the checkpoints are whole")
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
     """Write a folder beside `out`, then put it in the place of an earlier export. Raises OSError where
     anything else has come there."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    killed = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.(part|old)")  # names of this function
-    for folder in list(out.parent.iterdir()):
-        if killed.fullmatch(folder.name) and is_export(folder):
-            shutil.rmtree(folder)
+    _remove_unfinished(out)
     temp = out.with_name(f".{out.name}.{secrets.token_hex(8)}.part")
     old = temp.with_suffix(".old")
     temp.mkdir()
@@ -625,6 +625,14 @@ def _write_export(out, state, config, tokenizer, source, facts):
         out.rename(old)
     temp.rename(out)  # fails where there is anything but an empty folder
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_unfinished(out):
+    """Remove what exports to `out` that were killed or failed have left beside it."""
+    unfinished = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.(part|old)")
+    for folder in list(out.parent.iterdir()):
+        if unfinished.fullmatch(folder.name) and is_export(folder):
+            shutil.rmtree(folder)
 
 
 def critic_class(config: PreTrainedConfig) -> type:

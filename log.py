@@ -220,13 +220,7 @@ class Logger:
             return
         row = {"step": step, **metrics}
         self.unwritten.append(row)
-        try:
-            while self.unwritten:
-                self._write(self.unwritten[0])
-                self.unwritten.pop(0)
-        except OSError as e:  # the disk is full; at the next step it may have room
-            self.alarm(f"can't write the metrics ({e.strerror}); they are kept until the next step", step)
-            self.writer = None
+        self._write_rows(step)
         self.next_step = step + 1
         count = f"step {step:{len(str(self.cfg.steps))}}/{self.cfg.steps}"
         shown = [text.format(row[name]) for name, text in STEP_LINE.items() if name in row]
@@ -240,6 +234,16 @@ class Logger:
                 self.alarm(text, step)
             self.steps.set_postfix(reward=f"{row['reward']:.3f}", refresh=False)
             self.steps.update()
+
+    def _write_rows(self, step):
+        """Write what was not written yet. A full disk may have room at the next step, or at the end."""
+        try:
+            while self.unwritten:
+                self._write(self.unwritten[0])
+                self.unwritten.pop(0)
+        except OSError as e:
+            self.alarm(f"can't write the metrics ({e.strerror}); they are kept until the next step", step)
+            self.writer = None
 
     def _write(self, row):
         """Write the row to TensorBoard, as one event, and to metrics.jsonl. Raises OSError. After an error a
@@ -273,9 +277,10 @@ class Logger:
                     disable=None if self.main else True)
 
     def close(self) -> None:
-        """Close the bar and TensorBoard's file."""
+        """Write what is left, and close the bar and TensorBoard's file."""
         if not self.main:
             return
+        self._write_rows(self.next_step)
         self.steps.close()
         if self.writer:
             with contextlib.suppress(OSError):

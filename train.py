@@ -643,7 +643,10 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
         with dist.phase("save"):
             log.alarm(run.saver.save(step + 1))
             if cfg.export_kept:
-                export(run, run.policy, step + 1, f"step_{step + 1:06d}")
+                try:
+                    export(run, run.policy, step + 1, f"step_{step + 1:06d}")
+                except UserError as e:  # the same on all ranks; the run goes on without this export
+                    log.alarm(str(e))
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
     if cfg.verbose:

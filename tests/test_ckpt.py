@@ -695,6 +695,21 @@ def test_weights_that_are_not_finite_are_never_exported(base, tmp_path):
         assert tree(tmp_path) == before
 
 
+def test_an_export_that_finds_no_space_is_one_line(base, tmp_path):
+    """The same on every rank, and nothing half-written is left."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        for said in run_ranks(2, exported, base, disk / "hf", 1.0):
+            assert said.startswith(f"{disk}/hf can't be written (") and "needed: space" in said
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 # --- what else may lie in a run's folder
 
 

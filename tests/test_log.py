@@ -183,6 +183,12 @@ def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
         Path(f"{file}.kept").replace(file)
     logger.step(3, {"reward": 0.5})
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    files[0].rename(f"{files[0]}.kept")
+    files[0].symlink_to("/dev/full")
+    logger.step(4, {"reward": 0.5})  # the last one
+    Path(f"{files[0]}.kept").replace(files[0])
+    logger.close()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 class Terminal(io.StringIO):
