@@ -299,7 +299,7 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("long", boxed("1" * (reward.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
     grader.submit("timeout", boxed("9^{9^{9^9}}"), "5", True)
-    grader.submit("error", boxed("x+1"), "$ $x$ $", True)  # an unreadable gold answer is our mistake
+    grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer is our mistake
     grades = grader.results()
     assert grades.pop("long").reason == "unparsed"
     assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in reward.REASONS}
