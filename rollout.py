@@ -329,7 +329,9 @@ def eval_config(argv: Sequence[str]) -> Config:
             "python rollout.py MODEL DATA [DATA …] [--flags]")
     model, flags = (paths or [""])[0], argv[len(paths):]
     out = f"runs/eval-{Path(model).name}"
-    cfg = parse(["orz-7b", "--model", model, "--eval_data", *paths[1:], "--out", out, *flags], "rollout.py")
+    # Without the preset's limit of 8192, which would cut what --max_response_len allows.
+    first = ["orz-7b", "--max_model_len", "0", "--model", model, "--eval_data", *paths[1:], "--out", out]
+    cfg = parse([*first, *flags], "rollout.py")
     given = [re.sub(r"^no_", "", word[2:].partition("=")[0].replace("-", "_"))
              for word in flags if re.match("--[a-zA-Z]", word)]
     for flag in given:

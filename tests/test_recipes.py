@@ -555,6 +555,8 @@ def test_evaluation_takes_the_flags_that_it_reads():
     cfg = rollout.eval_config(argv.split())
     assert (cfg.model, cfg.eval_data, cfg.eval_temperature) == ("/no/model", ("x.jsonl",), (0.0,))
     assert cfg.reward == ("math", "d@r.py:f")
+    long = rollout.eval_config([*argv.split(), "--max_response_len", "20000", "--pack_len", "30000"])
+    assert long.model_len == long.max_prompt_len + 20000  # and not the preset's 8192
     assert set(rollout.EVAL_FLAGS) <= {f.name for f in dataclasses.fields(cfg)}
 
 
