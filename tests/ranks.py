@@ -235,14 +235,15 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def stopped_in_resampling(cfg) -> str:
-    """Train. This rank gets SIGUSR1 a second after it began to sample."""
+    """Train. Rank 1 gets SIGUSR1 a second after it began to sample; rank 0 does not know."""
     def send() -> None:
         while dist.CURRENT.name != "rollout":
             time.sleep(0.01)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    threading.Thread(target=send, daemon=True).start()
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=send, daemon=True).start()
     return main(cfg)
 
 
