@@ -461,7 +461,7 @@ def files(out: Path) -> set[str]:
 
 
 # TensorBoard writes in a thread of its own, which prints why it ends. log.Logger then makes another.
-OF_TENSORBOARD = re.compile(r"^Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
+OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
 OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): .*"
