@@ -211,6 +211,17 @@ def test_a_flag_with_a_value_per_file_needs_as_many_values_as_files():
     assert parse(["tiny-ppo", "--eval_data", "a", "b", "--eval_samples", "16", "4"]).eval_samples == (16, 4)
 
 
+class Canned:
+    """Where an engine is due: answers each prompt with the same text."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def generate(self, prompts, *_):
+        for i in prompts:
+            yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
+
+
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
     """Rows name their data set. Its function replaces the comparison, and its extractor the usual one. Rows
     that only a function can grade are refused without one."""
@@ -223,16 +234,8 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
     texts = {("gsm8k", 0): "so it is 12.", ("math", 1): "so it is 12.", ("IFEval", 2): "so it is 12."}
     found = {i: data.Problem("?", (1,), "12", dataset=name) for name, i in texts}
 
-    class Engine:
-        def __init__(self):
-            self.cfg = cfg
-
-        def generate(self, prompts, *_):
-            for i in prompts:
-                yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
-
     with rollout.make_grader(cfg) as grader:
-        samples = rollout.rollout(Engine(), grader, found, 1, 1.0, 8, (0,), 0)
+        samples = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
     assert [(s.reward, s.weight, s.answer) for s in samples] == [(1.0, 3.0, "12"), (0.0, 3.0, None),
                                                                  (0.25, 1.0, None)]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "dataset": "ifeval"}\n')
@@ -248,16 +251,8 @@ def graded(cfg, datasets):
     golds = "raise", "12"
     found = {i: data.Problem("?", (1,), golds[i % 2], dataset=name) for i, name in enumerate(datasets)}
 
-    class Engine:
-        def __init__(self):
-            self.cfg = cfg
-
-        def generate(self, prompts, *_):
-            for i in prompts:
-                yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
-
     with rollout.make_grader(cfg) as grader:
-        return rollout.shape_rewards(rollout.rollout(Engine(), grader, found, 1, 1.0, 8, (0,), 0), cfg)
+        return rollout.shape_rewards(rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0), cfg)
 
 
 @pytest.mark.parametrize("first", [True, False])
