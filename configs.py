@@ -488,6 +488,34 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     return cfg
 
 
+def check_paths(cfg: Config) -> None:
+    """Refuse a run whose model or data is not there, before anything slow is imported. Raises UserError.
+
+    Names that may be the hub's are left to model.resolve and rows.local_file. Where ranks run on several
+    machines, all is left to them: they tell which machine lacks it."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return
+    for path in [cfg.model] + [cfg.critic_model] * (cfg.critic_model != ""):
+        if not HUB_ID.fullmatch(path):
+            model_folder(path)
+    for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
+        if path.endswith(DATA_FILES) and ":" not in path:
+            data_file(path)
+
+
+def model_folder(path: str) -> Path:
+    """The path of a model's folder. Raises UserError where there is none."""
+    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
+            "--model with a Hugging Face model folder or an id of the Hub")
+    return Path(path)
+
+
+def data_file(path: str) -> Path:
+    """The path of a data file. Raises UserError where there is none."""
+    require(Path(path).is_file(), f"no data file {path}", "a .json, .jsonl or .parquet file that exists")
+    return Path(path)
+
+
 def help_class() -> type:
     """Config with the range of each number behind its meaning, for --help."""
     import tyro
@@ -534,6 +562,8 @@ class Number:
 ROW = json.JSONDecoder(parse_float=Number, parse_int=Number)
 AFTER_ROW = re.compile(r"\s*(,\s*|\]\s*\Z)")  # of a JSON list
 BOM = b"\xef\xbb\xbf"
+DATA_FILES = (".json", ".jsonl", ".parquet")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -541,8 +571,7 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     of a .jsonl file is that of its line. Numbers of JSON are `Number`s.
 
     Raises UserError, with the row, where it can't be read or has no row."""
-    file, row = Path(path), None
-    require(file.is_file(), f"no data file {path}", "a .json, .jsonl or .parquet file that exists")
+    file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)
     else:

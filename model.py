@@ -18,7 +18,6 @@ import hashlib
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, require
+from configs import CHUNK_BYTES, HUB_ID, model_folder, require
 from data import Pack
 from dist import Device, Weights
 
@@ -422,7 +421,6 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])  # the same weights in other formats
 
@@ -474,9 +472,7 @@ def _is_whole(folder):
 def load_config(path: str) -> PreTrainedConfig:
     """The folder's model config. Raises UserError for a folder that lacks a model, or has one that isn't
     computed right here."""
-    folder = Path(path)
-    require(path != "" and folder.is_dir(), f"no model folder {path!r}",
-            "--model with a Hugging Face model folder or an id of the Hub")
+    folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
             "weights saved by save_pretrained")
@@ -504,9 +500,8 @@ def folder_fingerprint(path: str) -> str:
 
 def load_tokenizer(path: str) -> Any:
     """The folder's tokenizer. Raises UserError where there is none."""
-    require(Path(path).is_dir(), f"no model folder {path!r}", "--model with a Hugging Face model folder")
     # Without tokenizer files transformers silently makes up a tokenizer from the model's config.
-    require(any(Path(path).glob("tokenizer*")), f"{path} has no tokenizer",
+    require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 

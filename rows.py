@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from answers import KINDS, extract, grade
-from configs import Number, UserError, read_rows, require
+from configs import DATA_FILES, Number, UserError, read_rows, require
 
 PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
@@ -43,7 +43,6 @@ GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # At the ends of a text: spaces, NUL, and what has no width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
-DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
 
 

@@ -26,11 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, UserError, parse, require, tell_torchrun, user_errors
+from configs import Config, UserError, check_paths, parse, require, tell_torchrun, user_errors
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     with user_errors("train.py"):
         CONFIG = parse()
+        check_paths(CONFIG)
 
 import torch
 from torch import Tensor, nn

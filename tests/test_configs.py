@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
 
 import configs
 from checks import check_ranks
-from configs import PRESETS, Config, UserError, parse
+from configs import PRESETS, Config, UserError, check_paths, parse
 
 
 def test_a_flag_beats_the_layout_which_beats_the_preset():
@@ -113,3 +116,29 @@ def test_a_number_out_of_its_range_is_one_line():
         for x in outside:
             with pytest.raises(UserError, match=f"^--{name} is .*; needed: --{name} "):
                 dataclasses.replace(PRESETS["tiny-ppo"], **{name: (x,) if isinstance(default, tuple) else x})
+
+
+@pytest.mark.parametrize("flags,line", [
+    (["--model", "nowhere"], "no model folder 'nowhere'; needed: --model"),
+    (["--data", "no.jsonl"], "no data file no.jsonl; needed: "),
+    (["--eval_data", "no.parquet"], "no data file no.parquet; needed: "),
+])
+def test_what_is_not_there_is_said_before_torch_is_imported(flags, line, tmp_path):
+    """In the time that Python takes to start. Names that may be the hub's, and ranks on several machines, are
+    left to what comes after."""
+    model, data = tmp_path, tmp_path / "d.jsonl"
+    data.touch()
+    argv = ["tiny-ppo", "--model", str(model), "--data", str(data), "--eval_data", str(data), *flags]
+    command = [sys.executable, "-X", "importtime", f"{ROOT}/train.py", *argv]
+    one_machine = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=one_machine)
+    imports, _, said = done.stderr.rpartition("train.py: ")
+    assert done.returncode == 1 and said.startswith(line) and said.count("\n") == 1
+    assert not re.search(r"\| +torch$", imports, re.MULTILINE)
+    check_paths(parse([*argv[:7], "--model", "Org/model", "--data", "org/set:train.parquet"]))
+
+
+def test_ranks_on_several_machines_tell_together_what_is_not_there(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    check_paths(parse(["tiny-ppo", "--model", "nowhere", "--data", "no.jsonl"]))
