@@ -1,4 +1,5 @@
 # make demo      pretrain a tiny model and train it by reinforcement learning here (ALGO=ppo or grpo, RANKS=2, SEED=0)
+# make gsm8k     teach Qwen2.5-0.5B-Instruct GSM8K on one 24-GB GPU (MODEL=, DATA=, EVAL=: folder and files, else the hub's)
 # make test      all checks in a fresh environment; needs the network once, to install
 # make plan      what the 7B recipe takes on 32 GPUs: batches, memory, disk, seconds
 # make bench     speed on this machine, 25 minutes on two cores; nothing else should run
@@ -24,7 +25,7 @@ else
   REQUIREMENTS := requirements.txt
 endif
 
-.PHONY: demo test plan rehearse chaos bench
+.PHONY: demo gsm8k test plan rehearse chaos bench
 
 .venv/.demo: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
@@ -55,7 +56,12 @@ demo: $(BASE)/tiny.json
 	  n=1; while [ -e $(OUT).$$n ]; do n=$$((n + 1)); done; \
 	  mv $(OUT) $(OUT).$$n && echo "the finished run $(OUT) is now $(OUT).$$n"; fi
 	.venv/bin/torchrun --standalone --monitor-interval 1 --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
-	  --data $(BASE)/train.jsonl --eval_data $(BASE)/eval.jsonl --seed $(SEED) --out $(OUT) $(ARGS)
+	  --data $(BASE)/train.jsonl --eval_data $(BASE)/heldout.jsonl --seed $(SEED) --out $(OUT) $(ARGS)
+
+# An interrupted run continues from its last checkpoint.
+gsm8k: .venv/.demo
+	.venv/bin/torchrun --standalone --nproc-per-node 1 train.py gsm8k-0.5b-1gpu $(if $(MODEL),--model $(MODEL)) \
+	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 test: .venv/.test
 	.venv/bin/ruff check .

@@ -125,6 +125,7 @@ def program(cfg: Config) -> dict[str, str]:
 def _make_folder(cfg, folder, probe, lock):
     """Make the folder, take its lock, and make a probe file in it. Returns an error message or ""."""
     try:
+        lock.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         found = sorted({path.name for path in folder.iterdir()} - {"lock"})
@@ -168,6 +169,7 @@ class FolderLock:
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
+        self.made: list[Path] = []  # folders that were made for this run, innermost first
         self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
                      "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
@@ -197,11 +199,13 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Give the folder free, if it is still this run's."""
+        """Give the folder free, if it is still this run's. A run that was refused leaves no empty folders."""
         self.ended.set()
         with suppress(OSError):  # on a disk that failed it stays, and counts for nothing
             if self._owner() == self.mine:
                 self.file.unlink(missing_ok=True)
+                for folder in self.made:
+                    folder.rmdir()  # OSError where it is not empty
 
     def _owner(self):
         try:
@@ -315,20 +319,19 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
-    """Print the plan for the smallest device and host, and return it as a table for the report. `problems`:
-    prompts an epoch. Raises UserError, with a remedy, where the run doesn't fit."""
+    """Print the plan in short for the smallest device and host, and return all of it as a table for the
+    report. `problems`: prompts an epoch. Raises UserError, with a remedy, where the run doesn't fit."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
     gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     case = plan.Case(cfg, world.size, model_shapes(cfg), gpu, local=local, host=host, problems=problems)
-    rows = plan.rows_of(case)
-    say("\n".join(plan.as_text(rows)))
+    say("\n".join(plan.summary(case)))
     shortage = plan.shortage(case)
     require(not shortage, shortage, shortage and plan.remedy(case))
-    say(f"\n{plan.verdict(case)}\n")
-    return plan.as_table(rows)
+    say(f"{'plan':8} all of it: {Path(cfg.out) / 'plan.json'}, or python plan.py PRESET [--price USD]\n")
+    return plan.as_table(plan.rows_of(case))
 
 
 # --- the gold answers

@@ -55,6 +55,8 @@ def user_errors(prog: str) -> Iterator[None]:
         line = f"{prog}: {e}"
         tell_torchrun(line)
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+    except BrokenPipeError:  # whoever read the output, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell_torchrun(text: str) -> None:
@@ -328,11 +330,12 @@ OPEN_R1_SYSTEM = (
     "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
     "about the reasoning process as an internal monologue and then provide the user with the answer. "
     "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
-ORZ = Config(epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's
+ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
-    model="runs/tiny-base", data=("runs/tiny-base/train.jsonl",), eval_data=("runs/tiny-base/eval.jsonl",),
+    model="runs/tiny-base", data=("runs/tiny-base/train.jsonl",), eval_data=("runs/tiny-base/heldout.jsonl",),
     template="plain", stop=("</answer>",), steps=24, eval_every=12, save_every=12, prompts_per_step=32,
     samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=4096, critic_updates=2,
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
@@ -341,15 +344,22 @@ TINY = Config(
 PRESETS = {
     "tiny-ppo": TINY,
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
-    "orz-0.5b": ORZ_SMALL,
-    "orz-0.5b-1gpu": ORZ_SMALL,
-    "orz-1.5b": ORZ_SMALL,
+    "gsm8k-0.5b-1gpu": replace(
+        GRPO, model="Qwen/Qwen2.5-0.5B-Instruct", data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
+        eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",), template="chat",
+        system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
+        samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
+        warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25, save_every=50),
+    "orz-0.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
+    "orz-0.5b-1gpu": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
+    "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B"),
     "orz-7b": ORZ,
-    "orz-32b": replace(ORZ, tp=4, max_response_len=16384, max_model_len=0, pack_len=18432,
-                       eval_response_len=32768),
+    "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
+                       pack_len=18432, eval_response_len=32768),
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
     "dapo-7b": replace(
-        GRPO, template="chat", extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
+        GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
+        extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
         samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
         max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, eval_samples=(32,)),
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
@@ -367,12 +377,14 @@ PRESETS = {
         max_response_len=14336, max_model_len=0, pack_len=16384, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
     "open-r1-1.5b-grpo": replace(
-        GRPO, template="chat", system_prompt=OPEN_R1_SYSTEM, extractor=("answer_tag",), stop=(),
+        GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
+        extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
     "rlvr-8b": replace(
-        ORZ, template="chat", extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
+        ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", template="chat",
+        extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
         nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
         prompts_per_step=224, samples_per_prompt=1, policy_updates=1, critic_updates=1, passes_per_step=4,
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",

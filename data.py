@@ -205,7 +205,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
 
     cfg.data_weights apply if `paths` is cfg.data. Raises UserError with file and row for a row that can't be
     read, and where nothing is left."""
-    require(len(paths) > 0, "no data files given", "--data FILE [FILE …]")
+    require(len(paths) > 0, "no data files given",
+            "--data FILE [FILE …]; the README tells which data a preset is made for")
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
     default_kind = kind_of(cfg.reward)

@@ -1,6 +1,6 @@
 """What a run will need, before it starts: batches, memory, disk and seconds.
 
-    python plan.py orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
+    python plan.py orz-7b --layout production [--gpu H200] [--price USD] [--json] [flags of train.py]
 
 Arithmetic on the config and on the sizes in a model's config.json. It needs no torch and no device. A run
 makes the same plan for the devices that it finds, prints it, and refuses what can't fit them.
@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ ESTIMATED = ("gathered weights", "activations", "logits", "whole gradients", "Ad
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 33 to 39 % on H100s, 8B model
 BANDWIDTH = 0.6  # share of a datasheet's bandwidth that is reached
 NETWORK = 50e9  # bytes/s to other machines that each GPU adds: 400 Gb/s
-PROBLEMS = 57_000  # prompts of an epoch where no data is at hand: about Open-Reasoner-Zero's
+PROBLEMS = {"gsm8k": 7473, "": 57_000}  # prompts by part of the preset's name, without data; "": about ORZ's
 
 
 def _table(text):
@@ -176,7 +177,7 @@ class Case:
     gpu: GPU | None  # None: on CPUs
     local: int = 1  # ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0: unknown
-    problems: int = PROBLEMS  # prompts of an epoch
+    problems: int = PROBLEMS[""]  # prompts of an epoch
 
     def __post_init__(self) -> None:
         """Set the numbers that follow from these."""
@@ -529,15 +530,23 @@ def _memory(case):
         """
 
 
+def _libraries(case):
+    return LIBRARIES if case.gpu else LIBRARIES / 10
+
+
+def host_need(case: Case) -> float:
+    """Bytes that a machine's host memory has to hold."""
+    device = 0.0 if case.gpu else _fullest_first(case)[0][1]["total"]
+    return case.local * (case.state * case.offloads + case.checkpoint + _libraries(case) + device)
+
+
 def _host_and_disk(case):
     files = disk(case.cfg, **case.params)
-    state, libraries = case.state * case.offloads, LIBRARIES if case.gpu else LIBRARIES / 10
-    device = 0.0 if case.gpu else _fullest_first(case)[0][1]["total"]
     return f"""
-        host, state | {state} | bytes | a rank: models that wait on the host (--offload)
+        host, state | {case.state * case.offloads} | bytes | a rank: models that wait on the host (--offload)
         host, checkpoint | {case.checkpoint} | bytes | a rank: the copy that is written
-        host, libraries | {libraries} | bytes | a rank: torch, on a GPU also CUDA and vLLM
-        host, machine | {case.local * (state + case.checkpoint + libraries + device)} | bytes | \
+        host, libraries | {_libraries(case)} | bytes | a rank: torch, on a GPU also CUDA and vLLM
+        host, machine | {host_need(case)} | bytes | \
             {case.local} × the three above; without GPUs, also the ranks' memory above
         disk, checkpoint | {files["checkpoint"]} | bytes | 12 N of each trained model
         disk, total | {files["needed"]} | bytes | {files["checkpoints"]} checkpoints (--keep, --keep_best, \
@@ -545,20 +554,32 @@ def _host_and_disk(case):
         """
 
 
+def _lengths(cfg):
+    """Mean tokens of prompt and response for which seconds are estimated."""
+    return {"quarter": (cfg.max_prompt_len / 8, cfg.max_response_len / 4),
+            "full": (cfg.model_len - cfg.max_response_len, cfg.max_response_len)}
+
+
+def run_hours(case: Case) -> dict[str, float]:
+    """Hours of all steps with responses of a quarter of their limit and of the full limit. Empty where the
+    GPU's datasheet isn't known."""
+    if not (case.gpu and case.gpu.flops):
+        return {}
+    return {name: case.steps * seconds(case, *lengths)["step"] / 3600
+            for name, lengths in _lengths(case.cfg).items()}
+
+
 def _seconds(case):
-    """The seconds of each phase, and days. No rows where the GPU's datasheet isn't known."""
-    cfg, gpu, table = case.cfg, case.gpu, ""
-    if not (gpu and gpu.flops):
+    """The seconds of each phase, and hours. No rows where the GPU's datasheet isn't known."""
+    gpu, table, hours = case.gpu, "", run_hours(case)
+    if not hours:
         return ""
-    prompt, response = cfg.max_prompt_len / 8, cfg.max_response_len / 4
-    quarter = seconds(case, prompt, response)
-    full = seconds(case, cfg.model_len - cfg.max_response_len, cfg.max_response_len)
-    for phase in full:
-        table += f"{phase} | {dict(quarter=quarter[phase], full=full[phase])} | s |\n"
-    days = case.steps / 86400
+    prompt, response = _lengths(case.cfg)["quarter"]
+    every = {name: seconds(case, *lengths) for name, lengths in _lengths(case.cfg).items()}
+    for phase in every["full"]:
+        table += f"{phase} | { {name: times[phase] for name, times in every.items()} } | s |\n"
     return f"""{table}
-        run | {dict(quarter=days * quarter["step"], full=days * full["step"])} | days | {case.steps:,} \
-            steps, without evaluations
+        run | {hours} | h | {case.steps:,} steps, without evaluations
         note | {{}} || Estimates for {case.world} × {gpu.name}. Quarter: responses of {response:,.0f} tokens \
             after prompts of {prompt:,.0f}. N parameters: sync takes 2 N / link + 2 N / HBM, a decode step \
             (2 N + KV) / HBM, a forward pass 2 N FLOP a token and attention, training three or four passes. \
@@ -569,6 +590,51 @@ def _seconds(case):
 
 
 # --- output
+
+
+def summary(case: Case, price: float = 0.0) -> list[str]:
+    """The plan in eight lines, none over 80 columns. price: dollars of a GPU hour; 0: no word of money."""
+    cfg, policy, steps, each = case.cfg, case.policy, case.steps, case.cfg.samples_per_step
+    critic = f", critic {_count(case.params['critic'])}" if "critic" in case.params else ""
+    updates = f"policy {cfg.updates_per_step}" + f", critic {cfg.critic_updates * cfg.passes_per_step}" * (
+        cfg.algo == "ppo")
+    phase, usage = _fullest_first(case)[0]
+    device = f" of {gib(case.gpu.memory)}" if case.gpu else ""
+    host = f" of {gib(case.host)}" if case.host else ""
+    fitting = "does not fit" if shortage(case) else "fits"
+    lines = {
+        "devices": f"{case.world} × {case.gpu.name if case.gpu else 'CPU'}, {case.local} on a machine",
+        "model": f"{Path(policy.name).name}: policy {_count(policy.policy)}{critic} parameters",
+        "length": f"{steps:,} steps, {steps * each:,} responses to {case.problems:,} prompts"
+                  + " (assumed)" * (case.problems in PROBLEMS.values()),
+        "a step": f"{cfg.prompts_per_step} prompts × {cfg.samples_per_prompt} responses; updates: {updates}",
+        "tokens": f"prompt up to {cfg.max_prompt_len:,}, response up to {cfg.max_response_len:,}; packs of "
+                  f"{cfg.pack_len:,}",
+        "memory": f"{gib(usage['total'])}{device} a rank, in phase {phase}: {fitting}",
+        "host": f"{gib(host_need(case))}{host} a machine; disk {gib(disk(cfg, **case.params)['needed'])}",
+        "time": _time(case, price)}
+    return [f"{name:8} {text}" for name, text in lines.items()]
+
+
+def _count(n):
+    """A number of parameters as text."""
+    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
+def _time(case, price):
+    """Hours of the whole run, and dollars, as text."""
+    spans = run_hours(case)
+    if not spans:
+        return "unknown: only GPUs of plan.py's table are estimated"
+    low, high = spans.values()
+    dollars = f", ${low * case.world * price:,.2f} to {high * case.world * price:,.2f}" if price else ""
+    return f"{_hours(low)} to {_hours(high)}{dollars} (estimated)"
+
+
+def _hours(hours):
+    if hours < 1:
+        return f"{60 * hours:.0f} minutes"
+    return f"{hours:.1f} hours" if hours < 100 else f"{hours / 24:.0f} days"
 
 
 def as_json(rows: list[PlanRow]) -> dict[str, dict]:
@@ -609,15 +675,17 @@ def as_text(rows: list[PlanRow], width: int = 80) -> list[str]:
 
 
 def main() -> None:
-    """`python plan.py PRESET [--gpu NAME] [--json] [flags of train.py]`: print the plan."""
+    """`python plan.py PRESET [--gpu NAME] [--price USD] [--json] [flags of train.py]`: print the plan."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", default="")
+    parser.add_argument("--price", default="0")  # dollars of a GPU hour
     parser.add_argument("--json", action="store_true")
     options, argv = parser.parse_known_args()
     with configs.user_errors("plan.py"):
-        cfg = configs.parse(argv, prog="plan.py [--gpu NAME] [--json]")
+        cfg = configs.parse(argv, prog="plan.py [--gpu NAME] [--price USD] [--json]")
         preset, world = argv[0], cfg.ranks or 1
         on_cpu = preset.startswith("tiny") or cfg.device == "cpu"
+        price = _dollars(options.price)
         gpu = options.gpu or ("" if on_cpu else "H100")
         require(gpu in ("", *GPUS), f"no GPU {gpu!r}{configs.nearest(gpu, list(GPUS))}",
                 "--gpu " + ", ".join(GPUS))
@@ -627,18 +695,24 @@ def main() -> None:
         if own or not policy:
             policy = read_shape(cfg.model)
         critic = read_shape(cfg.critic_model) if cfg.critic_model else policy
-        try:
-            problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or PROBLEMS
-        except UserError:  # a plan needs no data
-            problems = PROBLEMS
+        problems = next(count for part, count in PROBLEMS.items() if part in preset)
+        with suppress(UserError):  # a plan needs no data
+            problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or problems
         case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=problems)
         rows = rows_of(case)
     if options.json:
         print(json.dumps({"preset": preset, "gpu": gpu, **as_json(rows), "verdict": verdict(case),
                           "config": vars(cfg)}, indent=1))
         return
-    print(f"{preset}, layout {cfg.layout}, on {world} × {gpu or 'CPU'}", *as_text(rows), "",
+    print(f"{preset}, layout {cfg.layout}", *summary(case, price), *as_text(rows), "",
           textwrap.fill(verdict(case), 80), sep="\n")
+
+
+def _dollars(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"--price {text}; needed: dollars of a GPU hour, as --price 2.5") from None
 
 
 if __name__ == "__main__":

@@ -247,17 +247,33 @@ def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[s
 
 def set_names(paths: Sequence[str]) -> list[str]:
     """A name for each file: its own without suffix, and in front as many of its folders as tell it from files
-    of the same name. Raises UserError for the same file twice."""
-    parts = [(*path.parts[:-1], path.stem) for path in (Path(p.replace(":", "/")) for p in paths)]
+    of the same name, and from files that are named for a split. Raises UserError for the same file twice.
+
+    eval_sets/aime2024.json is aime2024; gsm8k/test.jsonl is gsm8k-test, and so is the hub's
+    openai/gsm8k:main/test-00000-of-00001.parquet."""
+    parts = [_words(path) for path in paths]
 
     def name(part):
         depth = next(n for n in itertools.count(1) if sum(other[-n:] == part[-n:] for other in parts) == 1)
+        while depth < len(part) and part[-depth] in SPLITS:
+            depth += 1
         return "-".join(part[-depth:])
 
     names = list(map(name, parts)) if len(set(parts)) == len(parts) else []
     require(len(set(names)) == len(paths), f"--eval_data has two files of one name: {' '.join(paths)}",
             "another name for one of them")
     return names
+
+
+SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", "default", "main"}
+
+
+def _words(path):
+    """Folders and name of a data file, without suffix, number of the shard, and the hub's usual folders."""
+    file = Path(path.replace(":", "/"))
+    name = re.sub(r"-00000-of-00001$", "", file.stem)
+    folders = [part for part in file.parts[:-1] if ":" not in path or part not in SPLITS]
+    return *folders, name
 
 
 def evaluate_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,

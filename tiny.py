@@ -19,7 +19,7 @@ Open-R1's and Tülu 3's recipes start from:
     <|system|> … <|user|> 37+45= <|assistant|> <think> 7+5=12,1+3+4=8 </think> <answer> 82 </answer>
     <|user|> 37+45= <|assistant|> 7+5=12,1+3+4=8 So the answer is 82.
 
-The output is an ordinary Hugging Face folder with `train.jsonl` and `eval.jsonl` (held out: not in the
+The output is an ordinary Hugging Face folder with `train.jsonl` and `heldout.jsonl` (held out: not in the
 training texts).
 """
 
@@ -47,7 +47,7 @@ from configs import OPEN_R1_SYSTEM, require, user_errors
 VERSION = 2  # of the output: a folder of another version is built again
 GUESSES, OFF = 0.5, 12  # share of guesses among the final texts; a guess is uniform within OFF of the answer
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
-HELD_OUT = 512  # problems in eval.jsonl
+HELD_OUT = 512  # problems in heldout.jsonl
 PROBLEMS = 8100  # problems in all: every sum of two 2-digit numbers, or a sample of the longer sums
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is one token

@@ -32,6 +32,8 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
+    if os.environ.get("RANK", "0") == "0":
+        print("loading torch and transformers …", flush=True)
 
 import torch
 from torch import Tensor, nn

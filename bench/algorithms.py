@@ -63,7 +63,8 @@ def seeded(cfg: Config, name: str, seed: int, args: argparse.Namespace) -> Confi
     else:
         base = build(f"{args.base}-{seed}", seed)
     return replace(cfg, seed=seed, model=base, data=(f"{base}/train.jsonl",),
-                   eval_data=(f"{base}/eval.jsonl",), out=str(Path(args.out).absolute() / f"{name}-{seed}"))
+                   eval_data=(f"{base}/heldout.jsonl",),
+                   out=str(Path(args.out).absolute() / f"{name}-{seed}"))
 
 
 def train_one(cfg: Config) -> None:
@@ -101,7 +102,7 @@ def result(out: Path) -> dict:
     rewards = [r["reward"] for r in steps]
     lengths = [r["response_len"] for r in steps]
     smooth = [mean(rewards[max(0, i - 1):i + 2]) for i in range(len(rewards))]
-    accuracy = [r["eval/eval/avg@1"] for r in rows if "eval/eval/avg@1" in r]
+    accuracy = [r["eval/heldout/avg@1"] for r in rows if "eval/heldout/avg@1" in r]
     return {"base": accuracy[0], "accuracy": accuracy[-1],
             "steps_to_0.9": next((i for i, r in enumerate(smooth) if r >= 0.9), None),
             "len_first": lengths[0], "len_last": lengths[-1], "rewards": rewards, "lengths": lengths}

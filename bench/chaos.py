@@ -103,7 +103,7 @@ class Nodes:
         self.count, self.out, self.order = count, out, order
         self.names = [f"torz{i}" for i in range(count)] if namespaces else []
         self.program = ["tiny-ppo", "--model", base, "--data", f"{base}/train.jsonl",
-                        "--eval_data", f"{base}/eval.jsonl", "--steps", str(STEPS),
+                        "--eval_data", f"{base}/heldout.jsonl", "--steps", str(STEPS),
                         "--save_every", str(SAVE_EVERY), "--eval_every", "4", "--prompts_per_step", "8",
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}

@@ -71,7 +71,7 @@ def main() -> None:
     def torchrun(layout: str, steps: int, *where: str) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "8",
                 "--monitor-interval", "2", "train.py", "tiny-ppo", "--layout", layout, "--model", args.base,
-                "--data", f"{args.base}/train.jsonl", "--eval_data", f"{args.base}/eval.jsonl",
+                "--data", f"{args.base}/train.jsonl", "--eval_data", f"{args.base}/heldout.jsonl",
                 "--eval_every", "0", "--lr_decay", "constant", "--steps", str(steps), "--out", str(out)]
 
     cluster = ("--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-id", "rehearse",

@@ -30,18 +30,22 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
         max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
 
 
-def build(out: str, size: str, seed: int = 0, layers: int = 0) -> str:
-    """Writes the folder: weights in bf16, drawn from N(0, 0.02²), and train.jsonl. Returns its path."""
+def build(out: str, size: str, seed: int = 0, layers: int = 0, chat: bool = False) -> str:
+    """Writes the folder: weights in bf16, drawn from N(0, 0.02²), and train.jsonl. Returns its path. `chat`:
+    the tokenizer has a chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 
     from tiny import make_tokenizer
 
-    path, tokenizer = Path(out), make_tokenizer()
+    path, tokenizer = Path(out), make_tokenizer(chat)
     torch.manual_seed(seed)
     config = config_of(size, layers)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     numbers = range(10, 42)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]

@@ -44,11 +44,11 @@ def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
     assert f"other doesn't see {tmp_path}/o as rank 0 on {HOST} does" in said
 
 
-@pytest.mark.parametrize("differs", ["--data", "--model", "--eval_data train"])
+@pytest.mark.parametrize("differs", ["--data", "--model", "--eval_data here-train"])
 def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     """One problem fewer, one weight changed or one more held-out problem on one host."""
     file = Path({"--data": base.data[0], "--model": f"{base.model}/model.safetensors",
-                 "--eval_data train": base.data[0]}[differs])
+                 "--eval_data here-train": base.data[0]}[differs])
     for name in ("here", "there"):
         shutil.copytree(file.parent, tmp_path / name)
     copy = tmp_path / "there" / file.name
@@ -56,7 +56,7 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     copy.write_bytes(data[:-9] + b"x" + data[-8:] if differs == "--model" else data[:data[:-1].rindex(b"\n")])
     here = str(tmp_path / "here")
     changes = {"--data": dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=here),
-               "--eval_data train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
+               "--eval_data here-train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), **changes)
     said = refused(cfg, here, tmp_path / "there")
     assert f"not every rank reads what rank 0 on {HOST} reads: other ({differs} " in said
@@ -191,6 +191,15 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
     assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
+
+
+def test_a_refused_run_leaves_no_folder(base, tmp_path):
+    """Only folders that it made, and only empty ones, are removed."""
+    (tmp_path / "mine").mkdir()
+    for out in ("new/deep/run", "mine", "mine/run"):
+        cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
+        assert all("longer than --max_prompt_len 2" in said for said in run_ranks(2, ranks.main, cfg))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_another_build_of_the_base_model_is_renamed_and_not_removed(tmp_path, monkeypatch):

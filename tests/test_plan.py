@@ -282,6 +282,28 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
         assert words in flat, words
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_plan_in_short_is_eight_lines_of_80_columns(name):
+    for ranks in (1, 32):
+        lines = plan.summary(case(name, world=ranks, host=2000.0 * plan.GIB), price=2.5)
+        assert len(lines) == 8 and max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_hours_and_dollars_of_the_summary_are_the_tables():
+    c = case("orz-7b", "--layout", "production", world=32)
+    (run,) = [row for row in plan.rows_of(c) if row.name == "run"]
+    low, high = (32 * 2.5 * hours for hours in run.value.values())
+    assert f"${low:,.2f} to {high:,.2f}" in plan.summary(c, 2.5)[-1] and "$" not in plan.summary(c)[-1]
+    step = plan.seconds(c, 2048 / 8, 2000)["step"]
+    assert run.value["quarter"] == pytest.approx(c.steps * step / 3600)
+
+
+def test_a_reader_that_has_read_enough_sees_no_traceback():
+    pipe = f"{sys.executable} {ROOT}/plan.py orz-7b | head -n 2"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 2 and done.stderr == ""
+
+
 def test_json_and_text_agree():
     """Every number of the JSON stands in the text, in the line of its section and name, in that line's
     unit."""

@@ -3,22 +3,29 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import ranks
 import torch
-from conftest import maths, run, run_ranks
+import transformers
+from conftest import ROOT, maths, run, run_ranks
 
 import checks
 import data
 import log
 import rollout
-from configs import OPEN_R1_SYSTEM, PRESETS, UserError, parse, read_jsonl
+from bench import shape
+from configs import OPEN_R1_SYSTEM, PRESETS, STEP_BY_STEP, UserError, parse, read_jsonl
 from model import load_tokenizer
 from tiny import build
 
@@ -42,6 +49,10 @@ TABLE = {
     "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
                           eval_response_len=32768),
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
+    "gsm8k-0.5b-1gpu": GRPO | dict(
+        template="chat", system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), steps=234, epochs=0,
+        prompts_per_step=64, samples_per_prompt=8, max_prompt_len=512, max_response_len=1024,
+        model_len=512 + 1024, ref_refresh=False, warmup_updates=10, eval_every=25),
     "dapo-7b": GRPO | dict(
         template="chat", extractor=("dapo",), stop=(), prompts_per_step=512, samples_per_prompt=16,
         policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096, max_response_len=20480,
@@ -151,13 +162,38 @@ def test_recipes_for_chat_models_learn(name, style, steps, tmp_path):
         betas checkpoint_activations warmup_updates""".split()
     cfg = dataclasses.replace(
         PRESETS[name], **{k: getattr(PRESETS["tiny-ppo"], k) for k in sizes}, model=model, steps=steps,
-        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/eval.jsonl",), eval_every=steps, save_every=0,
+        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_every=steps, save_every=0,
         eval_samples=(1,), epochs=0, total_episodes=0, max_prompt_len=32, max_response_len=56)
     if PRESETS[name].samples_per_prompt == 1:
         cfg = dataclasses.replace(cfg, samples_per_prompt=1, prompts_per_step=192)
     rows, _ = run(cfg, tmp_path / "run", ranks=2)
-    first, *_, last = [row["eval/eval/avg@1"] for row in rows if "eval/eval/avg@1" in row]
+    first, *_, last = [row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row]
     assert first <= 0.6 and last >= 0.9
+
+
+def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
+    """Qwen2.5-0.5B's shape with random weights, GSM8K's rows as Parquet: one step, saved and exported. The
+    process never has more memory than the plan says for the machine."""
+    model = shape.build(f"{tmp_path}/model", "0.5b", chat=True)
+    rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
+             "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
+            for a in range(20) for b in (990, 1005)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    keep_memory = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
+    subprocess.run(
+        [sys.executable, f"{ROOT}/train.py", "gsm8k-0.5b-1gpu", "--model", model, "--steps", "1", "--go",
+         "--data", f"{tmp_path}/train.parquet", "--eval_every", "0", "--prompts_per_step", "2",
+         "--samples_per_prompt", "3", "--max_response_len", "12", "--max_num_seqs", "8", "--keep_best", "",
+         "--entropy_coef", "0.01",  # a gradient although a random model is never right
+         "--out", f"{tmp_path}/run", "--device", "cpu"],
+        check=True, env=os.environ | keep_memory | {"OMP_NUM_THREADS": "2"})
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    planned = plan["host and disk: host, machine"]
+    print(f"peak {row['mem/host_peak_gb']:.1f} GiB, planned for the machine {planned}")
+    assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
+    assert 2 < row["mem/host_peak_gb"] < float(planned.split()[0])
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 151936
 
 
 # --- data

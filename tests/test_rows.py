@@ -526,15 +526,15 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, tmp_path, monkey
 def test_gold_answers_of_evaluation_sets_are_told_and_those_of_later_comparisons_count(base, tmp_path):
     """Bad ones of an evaluation set refuse nothing, and are told again when the run is resumed. A comparison
     after a custom reward needs gold answers too."""
-    train, test = tmp_path / "gold.jsonl", tmp_path / "test.jsonl"
+    train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
     cfg = replace(base, data=(str(train),), eval_data=(str(test),), reward=("math",), out=str(tmp_path),
                   go=False, max_prompt_len=64)
-    bad = "2 of 4 gold answers can't be graded: test.jsonl:1 'no', test.jsonl:2 '$$'"
+    bad = "2 of 4 gold answers can't be graded: held.jsonl:1 'no', held.jsonl:2 '$$'"
     first, second = (run_ranks(1, ranks.gold_check, cfg)[0] for _ in range(2))
     assert first[0].startswith("10 gold answers checked in ") and first[1:] == second
-    assert second == [f"evaluation set test: {bad}"]
+    assert second == [f"evaluation set held: {bad}"]
     train.write_text(gold_rows(3, 10))
     said = run_ranks(1, ranks.gold_check, replace(cfg, reward=(base.reward[0], "math")))[0]
     assert said[-1].startswith("refused: 3 of 10 gold answers can't be graded: gold.jsonl:1 'no'")
@@ -696,9 +696,11 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
     paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
     sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
     assert list(sets) == ["a-math-test", "b-math-test", "logic-test"]
-    assert rollout.set_names(["x/test.json", "y/other.json"]) == ["test", "other"]
-    assert rollout.set_names(["openai/gsm8k:main/test.parquet", "open/b:main/test.parquet"]) == [
-        "gsm8k-main-test", "b-main-test"]
+    assert rollout.set_names(["x/test.json", "y/other.json"]) == ["x-test", "other"]
+    assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "eval/eval.jsonl"]) == [
+        "gsm8k-test", "eval-eval"]
+    shards = rollout.set_names([f"a/b:data/test-{i:05d}-of-00002.parquet" for i in range(2)])
+    assert shards == ["test-00000-of-00002", "test-00001-of-00002"]
     for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
         with pytest.raises(UserError, match="two files of one name"):
             rollout.set_names(twice)
