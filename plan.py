@@ -154,6 +154,13 @@ def read_shape(path: str) -> Shape:
     return shape_of(json.loads(file.read_bytes()), path)
 
 
+def find_shape(path: str, preset: str = "") -> Shape:
+    """The shape of a folder's model; without a folder, one that the name `path` or the preset's tells. Raises
+    UserError."""
+    known = [shape for part, shape in KNOWN.items() if shape.name in path or part in preset]
+    return known[0] if known and not Path(path, "config.json").is_file() else read_shape(path)
+
+
 def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:
     """FLOP of a forward pass: 2 per parameter and token, and those of causal attention. `tokens` and
     `square_lengths` may also be numpy arrays.
@@ -681,25 +688,22 @@ def main() -> None:
     parser.add_argument("--price", default="0")  # dollars of a GPU hour
     parser.add_argument("--json", action="store_true")
     options, argv = parser.parse_known_args()
-    with configs.user_errors("plan.py"):
-        cfg = configs.parse(argv, prog="plan.py [--gpu NAME] [--price USD] [--json]")
-        preset, world = argv[0], cfg.ranks or 1
-        on_cpu = preset.startswith("tiny") or cfg.device == "cpu"
-        price = _dollars(options.price)
-        gpu = options.gpu or ("" if on_cpu else "H100")
-        require(gpu in ("", *GPUS), f"no GPU {gpu!r}{configs.nearest(gpu, list(GPUS))}",
-                "--gpu " + ", ".join(GPUS))
-        # Without a model in the preset's folder, the preset's name tells the shape.
-        policy = next((shape for part, shape in KNOWN.items() if part in preset), None)
-        own = cfg.model != configs.PRESETS[preset].model or Path(cfg.model, "config.json").is_file()
-        if own or not policy:
-            policy = read_shape(cfg.model)
-        critic = read_shape(cfg.critic_model) if cfg.critic_model else policy
-        problems = next(count for part, count in PROBLEMS.items() if part in preset)
-        with suppress(UserError):  # a plan needs no data
-            problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or problems
-        case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=problems)
-        rows = rows_of(case)
+    cfg = configs.parse(argv, prog="plan.py [--gpu NAME] [--price USD] [--json]")
+    preset, world = argv[0], cfg.ranks or 1
+    on_cpu = preset.startswith("tiny") or cfg.device == "cpu"
+    price = _dollars(options.price)
+    gpu = options.gpu or ("" if on_cpu else "H100")
+    require(gpu in ("", *GPUS), f"no GPU {gpu!r}{configs.nearest(gpu, list(GPUS))}",
+            "--gpu " + ", ".join(GPUS))
+    # Without a folder, the name of the model tells the shape, or else that of the preset which names it.
+    named = preset if cfg.model == configs.PRESETS[preset].model else ""
+    policy = find_shape(cfg.model, named)
+    critic = find_shape(cfg.critic_model) if cfg.critic_model else policy
+    problems = next(count for part, count in PROBLEMS.items() if part in preset)
+    with suppress(UserError):  # a plan needs no data
+        problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or problems
+    case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=problems)
+    rows = rows_of(case)
     if options.json:
         print(json.dumps({"preset": preset, "gpu": gpu, **as_json(rows), "verdict": verdict(case),
                           "config": vars(cfg)}, indent=1))
@@ -716,4 +720,5 @@ def _dollars(text):
 
 
 if __name__ == "__main__":
-    main()
+    with configs.user_errors("plan.py"):
+        main()
