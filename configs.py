@@ -279,12 +279,16 @@ class Config:
         updates. The other model's update takes several of them."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
-    def with_steps(self, prompts: int) -> Config:
-        """This config with its length in steps, whichever of the three was given, for `prompts` prompts an
-        epoch. Raises UserError where none or several are given."""
+    def check_length(self) -> None:
+        """Raises UserError unless one of the three lengths is given."""
         given = [n for n in ("steps", "epochs", "total_episodes") if getattr(self, n)]
         require(len(given) == 1, f"the length of the run is given {len(given)} times "
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
+
+    def with_steps(self, prompts: int) -> Config:
+        """This config with its length in steps, whichever of the three was given, for `prompts` prompts an
+        epoch. Raises UserError where none or several are given."""
+        self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
         require(self.freeze_policy_steps < steps, f"--freeze_policy_steps {self.freeze_policy_steps} of "
@@ -490,10 +494,11 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        text = re.sub(r"[─-╿\s]+", " ", re.sub(r"\x1b\[[0-9;]*m", "", errors.getvalue())).strip()
+        text = re.sub(r"[─-╿\s]+|-{3,}", " ", re.sub(r"\x1b\[[0-9;]*m", "", errors.getvalue())).strip()
         text = re.split("For full helptext|Argument helptext", text)[0].strip()
         text = text.removeprefix("Value error ").removeprefix("Error parsing Config: ")
         raise UserError(f"{text}; see {prog} {name} --help") from None
+    cfg.check_length()
     for flags, has_effect, needed in EFFECTS:
         idle = [flag for flag in given if flag in flags.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)

@@ -65,8 +65,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
                                MASTER_PORT=str(s.getsockname()[1]))
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    require(not cuda or local < gpus,
-            f"{gpus} GPUs on {os.uname().nodename} for rank {local + 1} of this machine",
+    require(not cuda or local < gpus, f"{gpus} GPUs on {os.uname().nodename}, and each rank takes one",
             f"torchrun --nproc-per-node {gpus} …" if gpus
             else "--device cpu, or a CUDA build of torch and a GPU")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -426,7 +426,9 @@ class Grader:
                extractor: str = "orz", custom: str = "") -> None:
         """Queue a response without waiting. `stopped`: it ended by EOS or a stop string, not by length.
         `custom`: one of the Grader's custom rewards, which then grades it; its answer is extracted anyway, as
-        what a majority votes for."""
+        what a majority votes for. Raises UserError for an unknown kind or extractor."""
+        require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
+                f"one of {', '.join(KINDS)}")
         answer = extract(text, extractor)
         if custom:
             self._answers[key] = answer if stopped else None

@@ -288,7 +288,8 @@ def resampled(cfg) -> dict:
     run.grader.close()
     rewards = {g[0].prompt_id: [s.reward for s in g] for g in data.group_by_prompt(samples)}
     drawn = [p.text for p in data.batch_at(run.problems, 0, cfg)]
-    return {"drawn": drawn, "prompts": [p.text for p in batch], "rewards": rewards,
+    alarms = (Path(cfg.out) / "alarms.jsonl").read_text() if (Path(cfg.out) / "alarms.jsonl").exists() else ""
+    return {"drawn": drawn, "alarms": alarms, "prompts": [p.text for p in batch], "rewards": rewards,
             "measured": int(meter.sums["pass@n"][1])}
 
 

@@ -546,6 +546,23 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
     assert varied and all(int(eval(last[prompt_id][:-1])) % 3 == 0 for prompt_id in varied)
     assert any(a != b for a, b in zip(first, last, strict=True))
     assert one["measured"] == len(first)  # the reward of the metrics is that of the batch before replacement
+    assert len(varied) < len(rewards) and "prompts are still uniform" in one["alarms"]
+
+
+def test_there_is_no_alarm_if_nothing_is_uniform_after_the_last_round(base, tmp_path):
+    """The rewards of most prompts differ, so that one round after the other replaces the few others."""
+    (tmp_path / "r.py").write_text("def some(response, answer, kind):\n"
+                                   "    return sum(map(ord, response)) % 3 == 0\n")
+    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, steps=1, eval_data=(),
+                              reward=(f"{tmp_path}/r.py:some",))
+    for rounds in range(1, 9):
+        out = f"{tmp_path}/{rounds}"
+        one = run_ranks(1, ranks.resampled, dataclasses.replace(cfg, resample_rounds=rounds, out=out))[0]
+        left = sum(len(set(rewards)) == 1 for rewards in one["rewards"].values())
+        assert bool(left) == ("prompts are still uniform" in one["alarms"])
+        if not left:
+            break
+    assert left == 0 and one["drawn"] != one["prompts"]
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):

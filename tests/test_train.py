@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import ranks
 import torch
 from conftest import ROOT, maths, run, run_ranks
 from ranks import main
@@ -129,37 +128,3 @@ def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, 
     assert output.count("\nprompt    ") == output.count("\ntokens    ") == 3
     assert "of the first 32 responses: " in output
     assert not (tmp_path / "o/metrics.jsonl").read_text() and not (tmp_path / "o/export").exists()
-
-
-TYPICAL = {  # mistakes of users on 2 ranks: what they type after `train.py`, and a part of the message
-    "wrong rank count": (["--layout", "debug"],
-                         "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
-    "ranks no multiple of tp": (["--tp", "3"], "engines of --tp 3; needed: a multiple of 3 ranks"),
-    "typo in a flag": (["--polcy_lr", "1"], "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
-    "32-GPU layout": (["--layout", "production"],
-                      "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
-    "no tokenizer": (["--model", "NOTOKENIZER"], "has no tokenizer; needed: "),
-    "no answers": (["--data", "ROWS"], "rows.jsonl row 1 has no answer (found: prompt); needed: a row like"),
-    "no reward function": (["--reward", "REWARD:nothing"], "has no function 'nothing'"),
-    "pack too small": (["--pack_len", "30"], "--pack_len 30 is smaller than a prompt plus its response"),
-    "too long for the model": (["--max_response_len", "600", "--pack_len", "4096"],
-                               "has 512 positions, and a prompt with its response may take 6"),
-    "disk too small": (["--keep", "1000000000"], "free in"),
-    "no vllm": (["--engine", "vllm"], "vllm can't be imported"),
-}
-
-
-def test_typical_mistakes_say_what_was_found_and_what_is_needed(base, tiny, tmp_path):
-    """One line, the same on each of two ranks, before anything is written into the run's folder."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+2="}\n')
-    shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    stand_in = {"NOTOKENIZER": f"{tmp_path}/bare", "ROWS": f"{tmp_path}/rows.jsonl",
-                "REWARD:nothing": base.reward[0].replace(":digits", ":nothing")}
-    common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--device", "cpu",
-              "--dtype", "float32", "--out", f"{tmp_path}/o"]
-    commands = [[*common, *(stand_in.get(a, a) for a in argv)] for argv, _ in TYPICAL.values()]
-    messages = run_ranks(2, ranks.mistakes, commands)
-    assert messages[0] == messages[1]
-    for (name, (_, words)), line in zip(TYPICAL.items(), messages[0], strict=True):
-        assert words in line and "needed: " in line and "\n" not in line, (name, line)
-    assert not list((tmp_path / "o").glob("*"))

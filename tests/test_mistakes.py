@@ -1,0 +1,125 @@
+"""Typical mistakes of users: each is answered by one line that names the cause and what is needed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import ranks
+from conftest import ROOT, run_ranks
+
+# What is typed after `train.py`; a part of the answer. These are answered without torch.
+AT_ONCE = {
+    "no preset": ("", "no preset given; needed: train.py PRESET, one of: tiny-ppo, "),
+    "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?); needed: "),
+    "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
+    "a flag of another library": ("orz-7b --learning_rate 1e-6", "no flag --learning_rate"),
+    "a word for a number": ("orz-7b --steps ten", "--steps"),
+    "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
+    "a negative rate": ("orz-7b --policy_lr -1", "--policy_lr is -1.0; needed: --policy_lr above 0"),
+    "temperature 0": ("orz-7b --temperature 0", "--temperature is 0.0; needed: --temperature above 0"),
+    "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
+    "an algorithm's name": ("orz-7b --algo reinforce", "--algo"),
+    "a layout's name": ("orz-7b --layout prod", "no layout 'prod' (did you mean production?); needed: "),
+    "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
+    "a critic's rate without critic": ("orz-7b-grpo --critic_lr 1e-5",
+                                       "--critic_lr has no effect in this run; needed: --algo ppo"),
+    "a group's advantage with PPO": ("orz-7b --advantage leave_one_out",
+                                     "--advantage has no effect in this run; needed: --algo grpo"),
+    "a clip without a second update": ("orz-7b --clip_high 0.28",
+                                       "--clip_high has no effect in this run; needed: --policy_updates 2"),
+    "a KL estimator without KL": ("orz-7b --kl_estimator k1", "needed: --kl_coef above 0"),
+    "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "--data_weights"),
+    "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
+    "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
+    "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
+                                  "no data file aime.json; needed: "),
+}
+
+# The same for two ranks, after torch is imported.
+ON_RANKS = {
+    "layout debug": ("--layout debug", "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
+    "layout production": ("--layout production", "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
+    "ranks no multiple of tp": ("--tp 3", "engines of --tp 3; needed: a multiple of 3 ranks"),
+    "no vllm": ("--engine vllm", "vllm can't be imported"),
+    "no GPU": ("--device cuda", "0 GPUs on "),
+    "a model without tokenizer": ("--model bare", "has no tokenizer; needed: "),
+    "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
+    "a family": ("--model mamba", "mamba"),
+    "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
+    "no data": ("--data", "data"),
+    "an empty data file": ("--data empty.jsonl", "empty.jsonl"),
+    "rows without answers": ("--data unanswered.jsonl",
+                             "unanswered.jsonl row 1 has no answer (found: prompt); needed: a row like"),
+    "a row that is no JSON": ("--data broken.jsonl", "broken.jsonl row 2 is not JSON"),
+    "a null answer": ("--data null.jsonl", "null.jsonl row 1"),
+    "prompts that are too long": ("--max_prompt_len 2", "longer than --max_prompt_len 2"),
+    "a pack that is too small": ("--pack_len 30", "--pack_len 30 is smaller than a prompt plus its response"),
+    "too long for the model": ("--max_response_len 600 --pack_len 4096",
+                               "has 512 positions, and a prompt with its response may take 6"),
+    "a template without problem": ("--template bare.txt", "lacks {problem}; needed: "),
+    "a template's name": ("--template qwen", "no template 'qwen'; needed: --template orz, plain, chat"),
+    "no chat template": ("--template chat", "this tokenizer has no chat template; needed: "),
+    "a reward's name": ("--reward maths", "maths"),
+    "no reward file": ("--reward none.py:score", "none.py"),
+    "no reward function": ("--reward reward.py:nothing", "has no function 'nothing'"),
+    "a reward file with an error": ("--reward wrong.py:score", "wrong.py"),
+    "an extractor's name": ("--extractor box", "box"),
+    "rows of IFEval": ("--data ifeval.jsonl", "ifeval"),
+    "gold answers that can't be read": ("--data unreadable.jsonl --no-go", "gold answers can't be graded"),
+    "a checkpoint's path": ("--resume runs/none", "runs/none is no complete checkpoint; needed: "),
+    "a run to start from": ("--start_from runs/none", "runs/none is no complete checkpoint; needed: "),
+    "a folder that is in use": ("--resume never --out full", "is not empty, and --resume is never; needed: "),
+    "somebody else's folder": ("--out full", "has config.json, which no run of torz wrote; needed: "),
+    "a metric's name": ("--keep_best accuracy", "no metric 'accuracy'"),
+    "a disk that is too small": ("--keep 1000000000", "free in"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, base, tmp_path_factory):
+    """A folder with what the mistakes name."""
+    path = tmp_path_factory.mktemp("mistakes")
+    row = '{"prompt": "1+2=", "answer": "3"}\n'
+    files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
+             "broken.jsonl": row + "{'prompt': '1+2='}\n", "null.jsonl": '{"prompt": "1", "answer": null}\n',
+             "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n', "bare.txt": "Solve this.",
+             "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n',
+             "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}
+    for name, text in files.items():
+        (path / name).write_text(text)
+    for name, left_out in {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "none"}.items():
+        shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(left_out))
+    config = json.loads((path / "mamba" / "config.json").read_text())
+    (path / "mamba" / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    (path / "full").mkdir()
+    (path / "full" / "config.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_a_mistake_of_the_command_line_is_the_only_line_on_the_screen(name, folder, tiny):
+    typed, words = AT_ONCE[name]
+    command = [sys.executable, f"{ROOT}/train.py", *typed.replace("MODEL", tiny).split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train.py: ") and words in line, line
+
+
+def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
+    """The same line on both, and nothing is left in the folder of the run."""
+    monkeypatch.chdir(folder)
+    common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--dtype",
+              "float32", "--go", "--out", "run"]
+    commands = [[*common, *typed.split()] for typed, _ in ON_RANKS.values()]
+    messages = run_ranks(2, ranks.mistakes, commands)
+    for (name, (_, words)), line, other in zip(ON_RANKS.items(), *messages, strict=True):
+        assert line == other and words in line and "needed: " in line and "\n" not in line, (name, line)
+    assert not (folder / "run").exists() and os.listdir(folder / "full") == ["config.json"]
+
+
+def test_there_are_many():
+    assert len(AT_ONCE) + len(ON_RANKS) >= 50
