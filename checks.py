@@ -60,8 +60,20 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
     """The run's folder as an absolute path, and its lock. All ranks run the same program and see and can
     write the same folder; no other run uses it, and its disk has space for the checkpoints. Raises UserError,
     the same on every rank, with host names."""
-    folder, host = Path(cfg.out).absolute(), os.uname().nodename
-    lock, main_host = FolderLock(folder / "lock"), dist.gather(host)[0]
+    folder = Path(cfg.out).absolute()
+    lock = FolderLock(folder / "lock")
+    try:
+        _take(cfg, folder, lock, main)
+    except UserError:
+        lock.release()
+        raise
+    return folder, lock
+
+
+def _take(cfg, folder, lock, main):
+    """Make and lock the folder, and check what `preflight` says."""
+    host = os.uname().nodename
+    main_host = dist.gather(host)[0]
     check_same("runs", dist.together(lambda: program(cfg)),
                "the same code, packages and command line on every machine")
     probe = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}"
@@ -79,7 +91,6 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
         probe.unlink()
     require(not errors, "; ".join(errors), "--out on a file system that all ranks share")
     agree(space_shortage(cfg, folder))
-    return folder, lock
 
 
 def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
