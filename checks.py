@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -37,8 +37,18 @@ from data import Problem, Problems, Sample, fingerprint, pack
 from engine import Engine
 from log import metric_meanings
 from model import folder_fingerprint, load_config, load_tokenizer, logprobs
-from reward import MAX_ANSWER, Grader, grade, readers
-from rollout import CHECK, accuracy, graders_of, reward_files, terms_of
+from reward import Grader, readers
+from rollout import (
+    CHECK,
+    GOLD_NEEDED,
+    accuracy,
+    compared_datasets,
+    hopeless_as_text,
+    reward_files,
+    terms_of,
+    too_many_hopeless,
+    try_golds,
+)
 
 # --- the machines
 
@@ -347,9 +357,6 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
 
 # --- the gold answers
 
-GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
-GOLD_LIMIT = 0.01  # share of them that may fail
-
 
 def check_gold(problems: Problems, held_out: Mapping[str, Problems], grader: Grader, cfg: Config,
                world: dist.World, say: Callable[[str], None]) -> None:
@@ -359,11 +366,11 @@ def check_gold(problems: Problems, held_out: Mapping[str, Problems], grader: Gra
 
     The ranks share the work. The result is kept in the run's gold.json, for a resumed run to which nothing
     changed that decides it. Gold answers that only a custom reward sees may be anything."""
-    file, terms, results = Path(cfg.out) / "gold.json", terms_of(cfg), {}
+    file, results = Path(cfg.out) / "gold.json", {}
     known = dist.gather(_read_object(file))[0]
     sets = {"--data": problems} | {f"evaluation set {name}": part for name, part in held_out.items()}
     for name, part in sets.items():
-        compared = {d for d in part.datasets() if any(t.kind for t in graders_of(d, terms))}
+        compared = compared_datasets(part, cfg)
         key, result = gold_key(part, cfg), known.get(name)
         if not compared:
             continue
@@ -375,9 +382,8 @@ def check_gold(problems: Problems, held_out: Mapping[str, Problems], grader: Gra
         found = hopeless_as_text(part, result)
         if found:
             say(found if part is problems else f"{name}: {found}")
-        few = len(result["hopeless"]) <= GOLD_LIMIT * result["checked"]
-        require(cfg.go or few or part is not problems, found, "answers that math-verify reads, another "
-                '--reward, "reward": "exact" in such rows, or --go')
+        refused = part is problems and not cfg.go and too_many_hopeless(result)
+        require(not refused, found, GOLD_NEEDED)
     if results != known and world.main:  # a refused run leaves nothing in its folder
         file.write_text(json.dumps(results) + "\n")
 
@@ -397,42 +403,6 @@ def gold_key(problems: Problems, cfg: Config) -> str:
     code = [Path(__file__).with_name(name).read_text() for name in ("answers.py", "reward.py")]
     parts = [fingerprint(problems), flags, version("math-verify"), *code]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
-    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
-    bad = result["hopeless"]
-    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
-    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
-
-
-def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
-              world: dist.World) -> dict[str, Any]:
-    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
-    `compared`: the data sets whose answers are compared."""
-    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
-    if len(indices) > GOLD_SAMPLE:
-        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
-    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
-    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
-            "seconds": round(time.perf_counter() - start, 1)}
-
-
-def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
-    is compared with them. An equal text would not do: it is right before anything is parsed."""
-    bad = []
-    for i in indices:
-        gold, kind = problems[i].answer.strip(), problems[i].kind
-        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
-            bad.append(i)
-        elif kind == "math":
-            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
-            other = "-1.5" if "." in gold else "-1"
-            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
-    grades = grader.results()
-    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
-    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
 # --- reward parts

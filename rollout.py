@@ -13,12 +13,14 @@ import json
 import math
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import dist
@@ -30,7 +32,17 @@ from engine_torch import TorchEngine
 from engine_vllm import VLLMEngine
 from log import Meter
 from model import files_weights, load_config, load_tokenizer, resolve, ropes
-from reward import Grader, Term, extract, parse_terms, repetition, tag_count, think_then_answer
+from reward import (
+    MAX_ANSWER,
+    Grader,
+    Term,
+    extract,
+    grade,
+    parse_terms,
+    repetition,
+    tag_count,
+    think_then_answer,
+)
 
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
@@ -231,6 +243,61 @@ def sample_row(s: Sample, problem: Problem) -> dict[str, Any]:
     """A sample as a row of samples/*.jsonl and eval/*.jsonl."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     return same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+
+
+# --- gold answers that can't be graded
+
+GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
+GOLD_LIMIT = 0.01  # share of them that may fail
+GOLD_NEEDED = 'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go'
+
+
+def compared_datasets(problems: Problems, cfg: Config) -> set[str]:
+    """The data sets whose answers are compared. Gold answers that only a custom reward sees may be
+    anything."""
+    terms = terms_of(cfg)
+    return {d for d in problems.datasets() if any(t.kind for t in graders_of(d, terms))}
+
+
+def too_many_hopeless(result: Mapping[str, Any]) -> bool:
+    """Whether more gold answers than GOLD_LIMIT can't be graded. `result`: of try_golds."""
+    return len(result["hopeless"]) > GOLD_LIMIT * result["checked"]
+
+
+def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
+    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
+    bad = result["hopeless"]
+    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
+    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
+
+
+def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
+              world: dist.World) -> dict[str, Any]:
+    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
+    `compared`: the data sets whose answers are compared."""
+    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
+    if len(indices) > GOLD_SAMPLE:
+        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
+    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
+    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
+            "seconds": round(time.perf_counter() - start, 1)}
+
+
+def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
+    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
+    is compared with them. An equal text would not do: it is right before anything is parsed."""
+    bad = []
+    for i in indices:
+        gold, kind = problems[i].answer.strip(), problems[i].kind
+        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
+            bad.append(i)
+        elif kind == "math":
+            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
+            other = "-1.5" if "." in gold else "-1"
+            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+    grades = grader.results()
+    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
+    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
 # --- evaluation

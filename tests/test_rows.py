@@ -516,7 +516,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, tmp_path, monkey
     said = run_ranks(1, ranks.gold_check, cfg)[0]
     assert len(said) == 2 and said[1].startswith("1 of 150")
     assert run_ranks(1, ranks.gold_check, replace(cfg, reward=base.reward))[0] == []
-    monkeypatch.setattr("checks.GOLD_SAMPLE", 100)
+    monkeypatch.setattr("rollout.GOLD_SAMPLE", 100)
     path.write_text(gold_rows(75, 150))
     samples = [run_ranks(count, ranks.gold_check, cfg)[0][1:] for count in (1, 2)]
     assert samples[0] == samples[1]
