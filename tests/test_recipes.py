@@ -6,9 +6,11 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +20,7 @@ import pytest
 import ranks
 import torch
 import transformers
-from conftest import ROOT, maths, run, run_ranks
+from conftest import ROOT, make_model, maths, run, run_ranks
 
 import checks
 import data
@@ -473,6 +475,69 @@ def test_majority_is_the_share_of_the_most_frequent_answers_that_are_right():
     assert majority(None) == 0
 
 
+def test_each_problem_has_its_own_value_of_each_metric():
+    """Against loops over the answers of random problems."""
+    rng, n = random.Random(1), 4
+    answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)]
+    samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
+                               stopped=rng.random() < 0.5) for i, some in enumerate(answers) for a in some]
+    scores = rollout.accuracy(samples, n)
+    assert list(scores) == ["avg@4", "pass@2", "pass@4", "maj@4", "response_len", "truncated"]
+    for i, some in enumerate(answers):
+        mine = [s for s in samples if s.prompt_id == i]
+        pairs = list(itertools.combinations(some, 2))
+        assert scores["avg@4"][i] == some.count("7") / n
+        assert scores["pass@2"][i] == pytest.approx(sum("7" in pair for pair in pairs) / len(pairs))
+        assert scores["pass@4"][i] == ("7" in some)
+        assert scores["maj@4"][i] == rollout.majority(mine)
+        assert scores["response_len"][i] == sum(len(s.ids) for s in mine) / n
+        assert scores["truncated"][i] == sum(not s.stopped for s in mine) / n
+
+
+def test_the_standard_error_is_that_of_the_bootstrap_over_problems():
+    rng = np.random.default_rng(2)
+    values = rng.beta(0.5, 0.5, 80)
+    variance = sum((x - sum(values) / 80) ** 2 for x in values) / 79
+    assert rollout.std_error(values.tolist()) == pytest.approx((variance / 80) ** 0.5)
+    means = rng.choice(values, (20_000, 80)).mean(1)
+    assert rollout.std_error(values.tolist()) == pytest.approx(means.std(), rel=0.03)
+    assert rollout.std_error([0.5]) is None and rollout.std_error([]) is None
+
+
+def candidate(tokenizer, cfg):
+    """A model of which only the problems matter."""
+    return rollout.Candidate(cfg, cfg.model, tokenizer, rollout.load_sets(cfg, tokenizer, str), ())
+
+
+def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_path):
+    """One of them dropped the long prompts. The paired error equals the formula and the bootstrap over
+    problems, and is smaller than that of independent models, because hard problems are hard for both."""
+    path, rng = tmp_path / "d.jsonl", np.random.default_rng(3)
+    path.write_text("".join(json.dumps({"prompt": "1" * (2 + i % 4), "answer": str(i)}) + "\n"
+                            for i in range(80)))
+    cfg = dataclasses.replace(base, eval_data=(str(path),), max_prompt_len=16)
+    tokenizer = load_tokenizer(tiny)
+    first, other = (candidate(tokenizer, cfg) for _ in range(2))
+    lengths = sorted({len(p.ids) for p in first.sets["d"]})
+    fewer = candidate(tokenizer, dataclasses.replace(cfg, max_prompt_len=lengths[-2]))
+    assert (len(other.sets["d"]), len(fewer.sets["d"])) == (80, 60)
+    hard = rng.random(80)
+    a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
+    found = rollout.differences(other, {"d": {"avg@4": b.tolist()}}, first, {"d": {"avg@4": a.tolist()}})["d"]
+    gap, error = found["metrics"]["avg@4"]["value"], found["metrics"]["avg@4"]["stderr"]
+    assert found["problems"] == 80 and gap == pytest.approx((b - a).mean())
+    assert error == pytest.approx((b - a).std(ddof=1) / 80 ** 0.5)
+    drawn = rng.integers(80, size=(20_000, 80))
+    assert error == pytest.approx((b[drawn].mean(1) - a[drawn].mean(1)).std(), rel=0.03)
+    assert error < 0.5 * (rollout.std_error(a.tolist()) ** 2 + rollout.std_error(b.tolist()) ** 2) ** 0.5
+    kept = np.arange(80) % 4 != 3
+    found = rollout.differences(fewer, {"d": {"avg@4": b[kept].tolist()}}, first,
+                                {"d": {"avg@4": a.tolist()}})["d"]
+    assert found["problems"] == 60
+    assert found["metrics"]["avg@4"]["value"] == pytest.approx((b - a)[kept].mean())
+    assert found["metrics"]["avg@4"]["stderr"] == pytest.approx((b - a)[kept].std(ddof=1) / 60 ** 0.5)
+
+
 def common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -617,20 +682,157 @@ def test_a_chat_model_is_evaluated_without_orzs_stop_strings():
     assert stops("--template", "chat", "--stop", "</answer>") == ("</answer>",)
 
 
+def test_the_help_has_models_and_data_first_and_only_the_flags_that_evaluation_reads(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as e:
+        rollout.main(["--help"])
+    text = capsys.readouterr().out
+    usage, *lines = text.splitlines()
+    assert e.value.code == 0 and usage.startswith("usage: rollout.py MODEL [MODEL …] DATA [DATA …] ")
+    assert max(map(len, [usage, *lines])) <= 80
+    assert any(line.startswith("    python rollout.py ") for line in lines)
+    flags = set(re.findall(r"^  --(\w+)", text, re.M))
+    assert flags == set(rollout.EVAL_FLAGS)
+    for found in ("[0 or more]", "[above 0, up to 1]", "(default: 16)", "runs/eval/MODEL/DATA"):
+        assert found in text
+
+
+def test_models_end_at_the_first_data_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.json").mkdir()  # a folder is no data file
+
+    def split(text):
+        models, files, flags = rollout.split_argv(text.split())
+        return " ".join(models), " ".join(files), " ".join(flags)
+
+    assert split("m a.json --seed 1") == ("m", "a.json", "--seed 1")
+    assert split("m n O/N a.jsonl O/D") == ("m n O/N", "a.jsonl O/D", "")
+    assert split("m O/D:main/a.parquet b.json --out x") == ("m", "O/D:main/a.parquet b.json", "--out x")
+    assert split("m O/D") == ("m", "O/D", "") == split("m O/D ")
+    assert split("m m.json a.json") == ("m m.json", "a.json", "")
+    assert split("a.json b.json") == ("a.json", "b.json", "") and split("m") == ("m", "", "")
+    with pytest.raises(UserError, match="the same model twice; needed: each model once"):
+        rollout.eval_config(["m", "./m", "a.json"])
+
+
+def test_models_of_one_folder_name_have_names_that_differ(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = ["runs/a/export/policy", "runs/b/export/policy", "/else/export/policy", "policy",
+             "Qwen/Qwen2.5-0.5B"]
+    assert [rollout.model_name(path) for path in paths] == [
+        "runs--a--export--policy", "runs--b--export--policy", "else--export--policy", "policy",
+        "Qwen--Qwen2.5-0.5B"]
+    assert rollout.model_name(f"{tmp_path}/runs/../policy/") == "policy"
+
+
+EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24", "--pack_len", "64",
+        "--max_prompt_len", "16", "--device", "cpu", "--dtype", "float32"]
+
+
+def outcome(argv) -> str:
+    """The message with which an evaluation ends, or ""."""
+    try:
+        rollout.main(argv)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
 def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
     """`python rollout.py` on two ranks gives the scores of one rank, and every sample is in the file."""
     scores, (name,) = [], rollout.set_names([base.data[0]])
+    """`python rollout.py` on two ranks gives all numbers of one rank, bit by bit. They are those of the
+    samples, which are all in the file. lm_eval.json has the same ones."""
+    found = []
     for count in (1, 2):
         out = tmp_path / str(count)
-        argv = [tiny, base.data[0], "--template", "plain", "--eval_samples", "4", "--max_response_len", "24",
-                "--pack_len", "64", "--max_model_len", "0", "--max_prompt_len", "16",
-                "--reward", *base.reward,
-                "--out", str(out), "--device", "cpu", "--dtype", "float32"]
+        argv = [tiny, base.data[0], *EVAL, "--reward", *base.reward, "--out", str(out)]
         run_ranks(count, rollout.main, argv)
-        scores.append(json.loads((out / "scores.json").read_text()))
+        results = json.loads((out / "scores.json").read_text())
+        assert results.pop("date").startswith("20")
+        found.append(results)
         rows = read_jsonl(out / "samples.jsonl", strict=True)
         ids = [(r["prompt_id"], r["sample_id"]) for r in rows]
         assert ids == list(itertools.product(range(40), range(4)))
         assert scores[-1][f"{name}/avg@4"] == pytest.approx(sum(r["reward"] for r in rows) / 160)
     assert scores[0] == pytest.approx(scores[1], rel=1e-12)
     assert {f"{name}/{metric}" for metric in ("pass@2", "pass@4", "maj@4")} <= set(scores[0])
+        scores = results["sets"]["train"]["metrics"]
+        means = np.array([r["reward"] for r in rows]).reshape(40, 4).mean(1)
+        assert scores["avg@4"]["value"] == pytest.approx(means.mean())
+        assert scores["avg@4"]["stderr"] == pytest.approx(means.std(ddof=1) / 40 ** 0.5)
+        assert {"pass@2", "pass@4", "maj@4", "response_len", "truncated"} <= set(scores)
+        task = json.loads((out / "lm_eval.json").read_text())
+        of_task = {"alias": "train"} | {f"{m},none": s["value"] for m, s in scores.items()} | {
+            f"{m}_stderr,none": s["stderr"] for m, s in scores.items()}
+        assert task["results"] == {"train": of_task}
+        assert task["n-samples"] == {"train": {"original": 40, "effective": 40}}
+    assert found[0] == found[1]
+    assert (found[0]["sets"]["train"]["problems"], found[0]["sets"]["train"]["samples"]) == (40, 4)
+    assert found[0]["flags"]["max_response_len"] == 24 and found[0]["flags"]["engine"] == "torch"
+    assert found[0]["model"] == tiny and {"torch", "transformers", "math-verify"} == set(found[0]["versions"])
+    assert run_ranks(2, outcome, argv) == [
+        f"{out} has lm_eval.json, samples.jsonl, scores.json already; needed: an --out that is new or empty, "
+        "or no --out"] * 2
+    assert json.loads((out / "scores.json").read_text())["sets"] == found[1]["sets"]
+
+
+def test_several_models_have_the_scores_that_each_has_alone(base, tiny, tmp_path, monkeypatch, capfd):
+    """Two of one shape share an engine, the third needs its own. Each has its own folder, and a second
+    evaluation gets a numbered one. The last lines compare them, and no line is over 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(base.data[0], "sums.jsonl")
+    models = [make_model(f"runs/{name}/policy", seed, layers)
+              for name, seed, layers in (("a", 1, 2), ("b", 2, 2), ("c", 3, 1))]
+    argv = ["sums.jsonl", *EVAL, "--reward", *base.reward]
+    run_ranks(1, rollout.main, [*models, *argv])
+    lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    together = [json.loads(Path(f"runs/eval/runs--{x}--policy/sums/scores.json").read_text()) for x in "abc"]
+    for x, model, several in zip("abc", models, together, strict=True):
+        run_ranks(1, rollout.main, [model, *argv])
+        alone = json.loads(Path(f"runs/eval/runs--{x}--policy/sums-2/scores.json").read_text())
+        assert several["sets"] == alone["sets"] and several["model_files"] == alone["model_files"]
+    assert len({s["sets"]["sums"]["metrics"]["avg@4"]["value"] for s in together}) == 3
+    rows = [read_jsonl(Path(f"runs/eval/runs--{x}--policy/sums/samples.jsonl")) for x in "abc"]
+    rewards = [np.array([r["reward"] for r in of_model]).reshape(40, 4).mean(1) for of_model in rows]
+    assert "differences" not in together[0]
+    for i, (results, line) in enumerate(zip(together, lines[-3:], strict=True)):
+        words = f"{models[i]} sums/avg@4 {rewards[i].mean():.4f} ± {rewards[i].std(ddof=1) / 40 ** 0.5:.4f}"
+        if i:
+            gaps, found = rewards[i] - rewards[0], results["differences"]["sums"]["metrics"]["avg@4"]
+            assert found["value"] == pytest.approx(gaps.mean())
+            assert found["stderr"] == pytest.approx(gaps.std(ddof=1) / 40 ** 0.5)
+            words += f" {gaps.mean():+.4f} ± {gaps.std(ddof=1) / 40 ** 0.5:.4f}"
+        assert line.split() == words.split()
+
+
+def test_vllm_takes_models_of_one_kind_in_a_process(base, tiny, tmp_path):
+    """With the PyTorch engine any models may be compared."""
+    other = make_model(tmp_path / "other", layers=1)
+    argv = [tiny, other, base.data[0], *EVAL, "--reward", *base.reward, "--engine"]
+    message = run_ranks(1, outcome, [*argv, "vllm"])[0]
+    assert message == (f"vLLM takes models of one kind in a process, and {other} differs from {tiny} in "
+                       "config.json, tokenizer or end tokens; needed: a command for each, or --engine torch")
+
+
+def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
+    """Over 1 % of a set, as in training. With --go they are told."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = "sums: 1 of 3 gold answers can't be graded: sums.jsonl:3 'no'"
+    message = run_ranks(1, outcome, [tiny, "sums.jsonl", *EVAL])[0]
+    assert message.startswith(f"{found}; needed: ") and message.endswith("or --go")
+    assert not Path("runs").exists()
+    capfd.readouterr()
+    assert run_ranks(1, outcome, [tiny, "sums.jsonl", *EVAL, "--go", "--out", "out"]) == [""]
+    assert found in capfd.readouterr().out and Path("out/scores.json").is_file()
+
+
+def test_an_evaluation_that_fails_leaves_no_folder(base, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = [tiny, base.data[0], "--reward", *base.reward, "--device", "cpu", "--max_response_len", "600"]
+    message = run_ranks(2, outcome, argv)
+    assert message[0] == message[1] and "has 512 positions" in message[0]
+    assert Path("runs/eval").is_dir() and not list(Path("runs/eval").glob("*/*"))
