@@ -68,13 +68,18 @@ TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
     """The engine that cfg names, for the model folder `path`. Raises UserError where it can't run."""
+    check_engine_flags(path, cfg, device)
+    return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
+
+
+def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
+    """Raises UserError where the engine that cfg names can't run the model folder `path`."""
     kind = engine_kind(cfg, device)
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
     require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
             f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "
             f"--max_model_len {known}, or another --model")
-    return ENGINES[kind](path, tokenizer, cfg, device, dtype)
 
 
 def engine_kind(cfg: Config, device: torch.device) -> str:
@@ -723,7 +728,10 @@ def prepare(cfg: Config, say: Callable[[str], None]) -> Candidate:
 
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
-    """Raises UserError for models that vLLM can't hold in one process."""
+    """Raises UserError for a model that the engine can't run, and for models that vLLM can't hold in one
+    process: before the first one is evaluated."""
+    for c in candidates:
+        check_engine_flags(c.path, c.cfg, world.device)
     first, *others = candidates
     alone = engine_kind(first.cfg, world.device) == "vllm"  # a process can't start it twice
     other = [c.cfg.model for c in others if alone and c.engine_key != first.engine_key]

@@ -733,7 +733,7 @@ def outcome(argv) -> str:
     """The message with which an evaluation ends, or ""."""
     try:
         rollout.main(argv)
-    except UserError as e:
+    except (UserError, RuntimeError) as e:
         return str(e)
     return ""
 
@@ -778,14 +778,14 @@ def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
 
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tiny, tmp_path, monkeypatch, capfd):
-    """Two of one shape share an engine, the third needs its own. Each has its own folder, and a second
-    evaluation gets a numbered one. The last lines compare them, and no line is over 80 columns."""
+    """Together on two ranks, alone on one; two of one shape share an engine, the third needs its own. A
+    second evaluation gets a numbered folder. The last lines compare them, and no line is over 80 columns."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
               for name, seed, layers in (("a", 1, 2), ("b", 2, 2), ("c", 3, 1))]
     argv = ["sums.jsonl", *EVAL, "--reward", *base.reward]
-    run_ranks(1, rollout.main, [*models, *argv])
+    run_ranks(2, rollout.main, [*models, *argv])
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     together = [json.loads(Path(f"runs/eval/runs--{x}--policy/sums/scores.json").read_text()) for x in "abc"]
@@ -831,8 +831,17 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_folder(base, tiny, tmp_path, monkeypatch):
+    """A second model that is too short is refused before the first one is evaluated. One that lacks weights
+    fails when they are loaded, and the results of the first model stay."""
     monkeypatch.chdir(tmp_path)
-    argv = [tiny, base.data[0], "--reward", *base.reward, "--device", "cpu", "--max_response_len", "600"]
-    message = run_ranks(2, outcome, argv)
-    assert message[0] == message[1] and "has 512 positions" in message[0]
-    assert Path("runs/eval").is_dir() and not list(Path("runs/eval").glob("*/*"))
+    argv = [base.data[0], *EVAL, "--reward", *base.reward]
+    settings = json.loads(Path(tiny, "config.json").read_text())
+    for name, change in (("short", {"max_position_embeddings": 30}), ("broken", {"num_hidden_layers": 3})):
+        shutil.copytree(tiny, name)
+        Path(name, "config.json").write_text(json.dumps(settings | {"layer_types": None} | change))
+    message = run_ranks(2, outcome, [tiny, "short", *argv])
+    assert message[0] == message[1] and message[0].startswith("short has 30 positions, and a prompt with its")
+    assert not Path("runs").exists()
+    assert "parameters did not come" in run_ranks(1, outcome, [tiny, "broken", *argv])[0]
+    (folder,) = Path("runs/eval").glob("*/*")
+    assert (folder / "scores.json").is_file() and folder.parent.name == rollout.model_name(tiny)
