@@ -508,7 +508,7 @@ def eval_config(argv: Sequence[str]) -> Config:
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """The models, the data files and the flags of a command line. See ABOUT."""
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    is_data = [i > 0 and not Path(path).is_dir() and (path.endswith(DATA_FILES) or ":" in path)
+    is_data = [i > 0 and path.endswith(DATA_FILES) and not Path(path).is_dir()
                for i, path in enumerate(paths)]
     models = is_data.index(True) if any(is_data) else 1
     return paths[:models], paths[models:], list(argv[len(paths):])

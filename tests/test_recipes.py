@@ -24,6 +24,7 @@ from conftest import ROOT, make_model, maths, run, run_ranks
 
 import checks
 import data
+import dist
 import log
 import rollout
 from bench import shape
@@ -492,6 +493,14 @@ def test_each_problem_has_its_own_value_of_each_metric():
         assert scores["maj@4"][i] == rollout.majority(mine)
         assert scores["response_len"][i] == sum(len(s.ids) for s in mine) / n
         assert scores["truncated"][i] == sum(not s.stopped for s in mine) / n
+    two = run_ranks(2, gathered, samples, n)
+    assert two == [scores, scores]  # in the order of the problems
+
+
+def gathered(samples, n):
+    """What gather_scores returns where each rank has every second problem."""
+    world = dist.init("cpu", "float32")
+    return rollout.gather_scores([s for s in samples if s.prompt_id % world.size == world.rank], n)
 
 
 def test_the_standard_error_is_that_of_the_bootstrap_over_problems():
