@@ -436,7 +436,7 @@ def mean(values: Sequence[float]) -> float:
 def std_error(values: Sequence[float]) -> float | None:
     """Standard error of the mean of the problems' values: their standard deviation (with n - 1) divided by
     √n. None for fewer than two. Of two models' differences on the same problems it is the paired one (arXiv
-    2411.00640, sec. 4.2)."""
+    2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
