@@ -44,7 +44,7 @@ from transformers import (
 
 from configs import OPEN_R1_SYSTEM, require, user_errors
 
-VERSION = 2  # of the output: a folder of another version is built again
+VERSION = 3  # of the output: a folder of another version is built again
 GUESSES, OFF = 0.5, 12  # share of guesses among the final texts; a guess is uniform within OFF of the answer
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
 HELD_OUT = 512  # problems in heldout.jsonl
@@ -125,7 +125,7 @@ def _build(folder, seed, digits, style):
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for name, part in ("train", train), ("eval", held_out):
+    for name, part in ("train", train), ("heldout", held_out):
         dataset = {"dataset": "gsm8k"} if style == "rlvr" else {}
         rows = (json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)} | dataset) + "\n" for a, b in part)
         (folder / f"{name}.jsonl").write_text("".join(rows))

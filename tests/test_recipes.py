@@ -27,6 +27,7 @@ import data
 import dist
 import log
 import rollout
+import scores
 from bench import shape
 from configs import OPEN_R1_SYSTEM, PRESETS, STEP_BY_STEP, UserError, parse, read_jsonl
 from model import load_tokenizer
@@ -464,12 +465,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
     for n, k in ((1, 1), (4, 2), (6, 4), (7, 7)):
         for right in range(n + 1):
             subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
-            assert rollout.pass_at(k, n, right) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+            assert scores.pass_at(k, n, right) == pytest.approx(sum(map(max, subsets)) / len(subsets))
 
 
 def test_majority_is_the_share_of_the_most_frequent_answers_that_are_right():
     def majority(*answers):
-        return rollout.majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
+        return scores.majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
 
     assert majority("7", "7", "8") == 1 and majority("7", "8", "8") == 0
     assert majority("7", "8") == 0.5 and majority("7", None, None, None) == 1
@@ -482,19 +483,19 @@ def test_each_problem_has_its_own_value_of_each_metric():
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
                                stopped=rng.random() < 0.5) for i, some in enumerate(answers) for a in some]
-    scores = rollout.accuracy(samples, n)
-    assert list(scores) == ["avg@4", "pass@2", "pass@4", "maj@4", "response_len", "truncated"]
+    found = scores.accuracy(samples, n)
+    assert list(found) == ["avg@4", "pass@2", "pass@4", "maj@4", "response_len", "truncated"]
     for i, some in enumerate(answers):
         mine = [s for s in samples if s.prompt_id == i]
         pairs = list(itertools.combinations(some, 2))
-        assert scores["avg@4"][i] == some.count("7") / n
-        assert scores["pass@2"][i] == pytest.approx(sum("7" in pair for pair in pairs) / len(pairs))
-        assert scores["pass@4"][i] == ("7" in some)
-        assert scores["maj@4"][i] == rollout.majority(mine)
-        assert scores["response_len"][i] == sum(len(s.ids) for s in mine) / n
-        assert scores["truncated"][i] == sum(not s.stopped for s in mine) / n
+        assert found["avg@4"][i] == some.count("7") / n
+        assert found["pass@2"][i] == pytest.approx(sum("7" in pair for pair in pairs) / len(pairs))
+        assert found["pass@4"][i] == ("7" in some)
+        assert found["maj@4"][i] == scores.majority(mine)
+        assert found["response_len"][i] == sum(len(s.ids) for s in mine) / n
+        assert found["truncated"][i] == sum(not s.stopped for s in mine) / n
     two = run_ranks(2, gathered, samples, n)
-    assert two == [scores, scores]  # in the order of the problems
+    assert two == [found, found]  # in the order of the problems
 
 
 def gathered(samples, n):
@@ -507,10 +508,10 @@ def test_the_standard_error_is_that_of_the_bootstrap_over_problems():
     rng = np.random.default_rng(2)
     values = rng.beta(0.5, 0.5, 80)
     variance = sum((x - sum(values) / 80) ** 2 for x in values) / 79
-    assert rollout.std_error(values.tolist()) == pytest.approx((variance / 80) ** 0.5)
+    assert scores.std_error(values.tolist()) == pytest.approx((variance / 80) ** 0.5)
     means = rng.choice(values, (20_000, 80)).mean(1)
-    assert rollout.std_error(values.tolist()) == pytest.approx(means.std(), rel=0.03)
-    assert rollout.std_error([0.5]) is None and rollout.std_error([]) is None
+    assert scores.std_error(values.tolist()) == pytest.approx(means.std(), rel=0.03)
+    assert scores.std_error([0.5]) is None and scores.std_error([]) is None
 
 
 def candidate(tokenizer, cfg):
@@ -532,16 +533,17 @@ def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_
     assert (len(other.sets["d"]), len(fewer.sets["d"])) == (80, 60)
     hard = rng.random(80)
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
-    found = rollout.differences(other, {"d": {"avg@4": b.tolist()}}, first, {"d": {"avg@4": a.tolist()}})["d"]
+    of_first, of_other = ({"d": {"avg@4": values.tolist()}} for values in (a, b))
+    found = scores.differences(other.sets, of_other, first.sets, of_first)["d"]
     gap, error = found["metrics"]["avg@4"]["value"], found["metrics"]["avg@4"]["stderr"]
     assert found["problems"] == 80 and gap == pytest.approx((b - a).mean())
     assert error == pytest.approx((b - a).std(ddof=1) / 80 ** 0.5)
     drawn = rng.integers(80, size=(20_000, 80))
     assert error == pytest.approx((b[drawn].mean(1) - a[drawn].mean(1)).std(), rel=0.03)
-    assert error < 0.5 * (rollout.std_error(a.tolist()) ** 2 + rollout.std_error(b.tolist()) ** 2) ** 0.5
+    assert error < 0.5 * (scores.std_error(a.tolist()) ** 2 + scores.std_error(b.tolist()) ** 2) ** 0.5
     kept = np.arange(80) % 4 != 3
-    found = rollout.differences(fewer, {"d": {"avg@4": b[kept].tolist()}}, first,
-                                {"d": {"avg@4": a.tolist()}})["d"]
+    of_fewer = {"d": {"avg@4": b[kept].tolist()}}
+    found = scores.differences(fewer.sets, of_fewer, first.sets, of_first)["d"]
     assert found["problems"] == 60
     assert found["metrics"]["avg@4"]["value"] == pytest.approx((b - a)[kept].mean())
     assert found["metrics"]["avg@4"]["stderr"] == pytest.approx((b - a)[kept].std(ddof=1) / 60 ** 0.5)
@@ -748,11 +750,9 @@ def outcome(argv) -> str:
 
 
 def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
-    """`python rollout.py` on two ranks gives the scores of one rank, and every sample is in the file."""
-    scores, (name,) = [], rollout.set_names([base.data[0]])
     """`python rollout.py` on two ranks gives all numbers of one rank, bit by bit. They are those of the
     samples, which are all in the file. lm_eval.json has the same ones."""
-    found = []
+    found, (name,) = [], rollout.set_names([base.data[0]])
     for count in (1, 2):
         out = tmp_path / str(count)
         argv = [tiny, base.data[0], *EVAL, "--reward", *base.reward, "--out", str(out)]
@@ -763,21 +763,18 @@ def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
         rows = read_jsonl(out / "samples.jsonl", strict=True)
         ids = [(r["prompt_id"], r["sample_id"]) for r in rows]
         assert ids == list(itertools.product(range(40), range(4)))
-        assert scores[-1][f"{name}/avg@4"] == pytest.approx(sum(r["reward"] for r in rows) / 160)
-    assert scores[0] == pytest.approx(scores[1], rel=1e-12)
-    assert {f"{name}/{metric}" for metric in ("pass@2", "pass@4", "maj@4")} <= set(scores[0])
-        scores = results["sets"]["train"]["metrics"]
+        metrics = results["sets"][name]["metrics"]
         means = np.array([r["reward"] for r in rows]).reshape(40, 4).mean(1)
-        assert scores["avg@4"]["value"] == pytest.approx(means.mean())
-        assert scores["avg@4"]["stderr"] == pytest.approx(means.std(ddof=1) / 40 ** 0.5)
-        assert {"pass@2", "pass@4", "maj@4", "response_len", "truncated"} <= set(scores)
+        assert metrics["avg@4"]["value"] == pytest.approx(means.mean())
+        assert metrics["avg@4"]["stderr"] == pytest.approx(means.std(ddof=1) / 40 ** 0.5)
+        assert {"pass@2", "pass@4", "maj@4", "response_len", "truncated"} <= set(metrics)
         task = json.loads((out / "lm_eval.json").read_text())
-        of_task = {"alias": "train"} | {f"{m},none": s["value"] for m, s in scores.items()} | {
-            f"{m}_stderr,none": s["stderr"] for m, s in scores.items()}
-        assert task["results"] == {"train": of_task}
-        assert task["n-samples"] == {"train": {"original": 40, "effective": 40}}
+        of_task = {"alias": name} | {f"{m},none": s["value"] for m, s in metrics.items()} | {
+            f"{m}_stderr,none": s["stderr"] for m, s in metrics.items()}
+        assert task["results"] == {name: of_task}
+        assert task["n-samples"] == {name: {"original": 40, "effective": 40}}
     assert found[0] == found[1]
-    assert (found[0]["sets"]["train"]["problems"], found[0]["sets"]["train"]["samples"]) == (40, 4)
+    assert (found[0]["sets"][name]["problems"], found[0]["sets"][name]["samples"]) == (40, 4)
     assert found[0]["flags"]["max_response_len"] == 24 and found[0]["flags"]["engine"] == "torch"
     assert found[0]["model"] == tiny and {"torch", "transformers", "math-verify"} == set(found[0]["versions"])
     assert run_ranks(2, outcome, argv) == [
