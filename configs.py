@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import io
 import itertools
@@ -97,6 +98,7 @@ Part = Annotated[float, Range(0, 1, above=True)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
+Tracker = Literal["wandb", "trackio", "mlflow"]
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ class Config:
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
     export_kept: bool = False  # export the policy with each checkpoint too, to export/step_NNNNNN
+    track: tuple[Tracker, ...] = ()  # wandb, trackio, mlflow: send metrics and samples there too
     grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
     stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
     go: bool = False  # train although first responses all score 0 or are cut, or gold answers can't be graded
@@ -203,7 +206,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises UserError, one line, for values that can't work together."""
-        for name in ("data", "eval_data", "stop", "reward", "extractor"):
+        for name in ("data", "eval_data", "stop", "reward", "extractor", "track"):
             require(not isinstance(getattr(self, name), str), f"--{name} is one text", "a tuple of texts")
         for name, allowed in ranges().items():
             value = getattr(self, name)
@@ -411,7 +414,7 @@ MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
+    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go track
 """.split())
 
 
@@ -518,6 +521,16 @@ def check_paths(cfg: Config) -> None:
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if path.endswith(DATA_FILES) and ":" not in path:
             data_file(path)
+
+
+PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}  # what pip installs
+
+
+def check_trackers(cfg: Config) -> None:
+    """Refuse a run whose --track names a package that is not installed. Raises UserError."""
+    for name in cfg.track:
+        require(importlib.util.find_spec(name) is not None, f"--track {name} without its package",
+                f"pip install {PACKAGES[name]}")
 
 
 def model_folder(path: str) -> Path:

@@ -26,11 +26,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, UserError, check_paths, parse, require, tell_torchrun, user_errors
+from configs import (
+    Config,
+    UserError,
+    check_paths,
+    check_trackers,
+    parse,
+    require,
+    tell_torchrun,
+    user_errors,
+)
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     with user_errors("train.py"):
         CONFIG = parse()
+        check_trackers(CONFIG)
         check_paths(CONFIG)
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
@@ -116,7 +126,7 @@ def main(cfg: Config) -> None:
     """Train as cfg says. Raises UserError, the same on every rank, for mistakes that a user can mend."""
     run = prepare(cfg)
     with run.lock:
-        with dist.handle_signals(cfg.grace):
+        with run.log, dist.handle_signals(cfg.grace):
             done = train(run)
             if done:
                 finish(run)
@@ -124,7 +134,6 @@ def main(cfg: Config) -> None:
                 run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
                             "the same command continues there")
         run.grader.close()
-        run.log.close()
         gc.unfreeze()  # in a notebook the next run needs the memory
         if run.world.main:
             folder = Path(os.path.relpath(run.log.out))

@@ -1,19 +1,24 @@
 """What a run writes while it goes on: alarms that are raised once and not without a cause; rows that a full
 disk or a killed run does not spoil; a table that explains every metric."""
 
+import contextlib
 import dataclasses
 import io
 import json
 import math
+import os
 import re
+import sqlite3
+import struct
 import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, run_ranks
 
-from configs import PRESETS, UserError, read_jsonl
+from configs import PRESETS, UserError, check_trackers, parse, read_jsonl
 from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
 
 PPO = PRESETS["tiny-ppo"]
@@ -235,6 +240,193 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     one = Meter()
     one.add_quantiles("gap", torch.full((9,), 0.5))
     assert one.reduce(lambda x: x, lambda x: x) == {"gap/mean": 0.5, "gap/p99": 0.5, "gap/max": 0.5}
+
+
+# --- trackers: what wandb, trackio and mlflow have is what metrics.jsonl has
+
+
+COLUMNS = ["step", "prompt", "response", "gold", "reward", "advantage", "length", "reason"]
+SAMPLE = {"prompt_id": 0, "sample_id": 0, "answer": "3", "reward": 1.0, "reason": "correct", "stopped": True,
+          "problem": "1+2=", "gold": "3", "response": "a\udc80é", "tokens": 4, "advantage": 0.5}
+WORD = [0, "1+2=", "a?é", "3", 1.0, 0.5, 4, "correct"]  # as a row of the table
+
+
+@pytest.fixture(scope="module")
+def packages():
+    """Imports what takes seconds before processes are forked. It starts nothing. Trackio reads its folder's
+    name when it is imported, so each process imports its own."""
+    import mlflow.tracking  # noqa: F401
+    import wandb.proto.wandb_internal_pb2  # noqa: F401
+
+
+def log_run(out, rows, start, track, samples_at=(), environment=None):
+    """In a process of its own: log the rows from step `start` on, with trackers. Returns the alarms."""
+    os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": f"{out}/trackio", **(environment or {})}
+    with Logger(out, dataclasses.replace(PPO, track=track), True, start, {"torch": "2"}) as logger:
+        for row in rows:
+            if row["step"] in samples_at:
+                logger.rows("samples", row["step"], [SAMPLE])
+            logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
+        logger.alarm("look here")
+    return [row["text"] for row in read_jsonl(out / "alarms.jsonl")]
+
+
+def wandb_records(file):
+    """The records of a .wandb file: LevelDB's log of blocks of 32 KiB, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        size, kind = struct.unpack("<HB", data[at + 4:at + 7])
+        record += data[at + 7:at + 7 + size]
+        at += 7 + size
+        at += (-at % 32768) * (-at % 32768 < 7)  # a block's last bytes, too few for a header
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+def tracked_by_wandb(out):
+    runs, rows, tables, config, alarms = set(), [], [], {}, []
+    for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(file):
+            values = {tuple(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if record.HasField("run"):
+                runs.add((record.run.run_id, record.run.display_name))
+                config |= {x.key: json.loads(x.value_json) for x in record.run.config.update}
+            if ("samples", "path") in values:
+                tables += json.loads((file.parent / "files" / values["samples", "path"]).read_text())["data"]
+            if record.HasField("alert"):
+                alarms.append(record.alert.text)
+            if values:
+                rows.append({"step": values["_step",]} | {
+                    key[0]: x for key, x in values.items() if len(key) == 1 and key[0][0] != "_"})
+    return [name for _, name in runs], rows, tables, config, alarms
+
+
+def tracked_by_trackio(out):
+    with contextlib.closing(sqlite3.connect(out / "trackio" / "torz.db")) as db:
+        logged = [(step, json.loads(text)) for step, text in db.execute("SELECT step, metrics FROM metrics")]
+        runs = {(run, name) for run, name in db.execute("SELECT run_id, run_name FROM metrics")}
+        config, = [json.loads(text) for text, in db.execute("SELECT config FROM configs")]
+        alarms = [text for text, in db.execute("SELECT text FROM alerts")]
+    tables = [[row[name] for name in COLUMNS]
+              for _, metrics in logged for row in metrics.get("samples", {}).get("_value", ())]
+    rows = [{"step": step} | {k: v for k, v in metrics.items() if k != "samples"} for step, metrics in logged]
+    return [name for _, name in runs], rows, tables, config, alarms
+
+
+def tracked_by_mlflow(out):
+    from mlflow import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient((out.parent / "mlruns").as_uri())
+    runs = client.search_runs([client.get_experiment_by_name("torz").experiment_id])
+    rows = {}
+    for run_ in runs:
+        for key in run_.data.metrics:
+            for point in client.get_metric_history(run_.info.run_id, key):
+                rows.setdefault(point.step, {}).setdefault(key, []).append(point.value)
+    rows = [{"step": step} | {k: x for k, (x,) in metrics.items()}  # one value, or no step is there once
+            for step, metrics in sorted(rows.items())]
+    artifacts, = [Path(run_.info.artifact_uri.removeprefix("file://")) for run_ in runs]
+    tables = [json.loads(file.read_text()) for file in sorted((artifacts / "samples").iterdir())]
+    assert all(table["columns"] == COLUMNS for table in tables)
+    alarms = [row["text"] for row in read_jsonl(artifacts / "alarms.jsonl")]
+    return ([run_.info.run_name for run_ in runs], rows, [row for table in tables for row in table["data"]],
+            runs[0].data.params, alarms)
+
+
+def as_named(tracker, metric):
+    return re.sub("[@/]", ".", metric) if tracker == "mlflow" else metric
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_tracker_has_the_rows_of_the_run_and_no_step_twice(name, packages, tmp_path):
+    """Killed after 4 steps, of which 2 are in the checkpoint, and resumed: one tracked run, with the name of
+    the folder, every step of metrics.jsonl once with the same numbers, and the samples."""
+    out = tmp_path / "my-run"
+    out.mkdir()
+    rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1), "ess": math.nan} for i in range(6)]
+    for some, start, samples_at in ((rows[:4], 0, (0, 3)), (rows[2:], 2, (3, 4))):
+        said, = run_ranks(1, log_run, out, some, start, (name,), samples_at)
+        assert said[0].startswith("no finite number: ess") and said[1:] == ["look here"]
+    (runs, found, tables, config, alarms), = run_ranks(1, globals()[f"tracked_by_{name}"], out)
+    finite = [{as_named(name, k): v for k, v in row.items() if k != "ess"} for row in read_metrics(out)]
+    assert len(finite) == 6 and found == finite and runs == ["my-run"]
+    assert tables == [[step, *WORD[1:]] for step in (0, 3, 4)]
+    assert float(config["policy_lr"]) == PPO.policy_lr and set(said) <= set(alarms)
+
+
+def test_a_run_that_starts_again_is_another_tracked_run(tmp_path):
+    """Nothing was saved, so nothing is resumed: both are there, with their own steps."""
+    (tmp_path / "run").mkdir()
+    for _ in range(2):
+        run_ranks(1, log_run, tmp_path / "run", learning(2), 0, ("trackio",))
+    with contextlib.closing(sqlite3.connect(tmp_path / "run" / "trackio" / "torz.db")) as db:
+        assert sorted(step for step, in db.execute("SELECT step FROM metrics")) == [0, 0, 1, 1]
+        assert len({run for run, in db.execute("SELECT run_id FROM metrics")}) == 2
+
+
+def break_mlflow(out, rows):
+    """In a process of its own: after two steps, MLflow's folder is a file."""
+    with Logger(out, dataclasses.replace(PPO, track=("mlflow",)), True, 0, {}) as logger:
+        for row in rows:
+            if row["step"] == 2:
+                (out.parent / "mlruns").rename(out.parent / "kept")
+                (out.parent / "mlruns").write_text("")
+            logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
+    return [row["text"] for row in read_jsonl(out / "alarms.jsonl")]
+
+
+def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(packages, tmp_path):
+    """The resumed run sends the steps that were not tried."""
+    out, rows = tmp_path / "run", [{"step": i, "reward": i / 8} for i in range(6)]
+    out.mkdir()
+    alarms, = run_ranks(1, break_mlflow, out, rows[:5])
+    assert [r["step"] for r in read_metrics(out)] == [0, 1, 2, 3, 4]
+    assert len(alarms) == 1 and alarms[0].startswith("mlflow failed") and "\n" not in alarms[0]
+    (tmp_path / "mlruns").unlink()
+    (tmp_path / "kept").rename(tmp_path / "mlruns")
+    run_ranks(1, log_run, out, rows[5:], 5, ("mlflow",), (5,))
+    (_, found, *_), = run_ranks(1, tracked_by_mlflow, out)
+    assert found == rows[:2] + rows[3:]  # step 2 is where it failed
+
+
+def test_a_server_that_does_not_answer_ends_no_run(packages, tmp_path):
+    nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40,
+               "WANDB_INIT_TIMEOUT": "1", "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",
+               "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    alarms, = run_ranks(1, log_run, tmp_path, learning(2), 0, ("wandb", "mlflow"), (), nowhere)
+    assert [alarm.split(" failed")[0] for alarm in alarms] == ["wandb", "mlflow", "look here"]
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1]
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    for name, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny"), ("trackio", "trackio")):
+        monkeypatch.setitem(sys.modules, name, None)  # as if there were none
+        cfg = parse(["tiny-ppo", "--track", name])
+        for start in (check_trackers, lambda cfg: Logger(tmp_path, cfg, True, 0, {})):
+            with pytest.raises(UserError, match=f"^--track {name} .*pip install {package}$"):
+                start(cfg)
+
+
+@pytest.mark.parametrize("ends", ["FINISHED", "FAILED"])
+def test_a_whole_run_is_tracked_by_one_rank_and_closed(ends, packages, base, tmp_path):
+    """Also where a check ends it. The table is of the samples that the run saved."""
+    cfg = dataclasses.replace(base, algo="grpo", steps=1, track=("mlflow",), out=str(tmp_path / "r"),
+                              max_logp_gap=0.1 if ends == "FINISHED" else 1e-12)
+    messages = run_ranks(2, ranks.main, cfg)
+    assert all(("differ by" in message) == (ends == "FAILED") for message in messages), messages
+    meta, = tmp_path.glob("mlruns/*/*/meta.yaml")
+    assert f"status: {['RUNNING', 'SCHEDULED', '', 'FINISHED', 'FAILED'].index(ends)}\n" in meta.read_text()
+    if ends == "FINISHED":
+        (_, found, tables, *_), = run_ranks(1, tracked_by_mlflow, tmp_path / "r")
+        rows = [{as_named("mlflow", k): v for k, v in row.items()} for row in read_metrics(tmp_path / "r")]
+        assert found == rows and len(rows) == 2
+        saved = read_jsonl(tmp_path / "r" / "samples" / "step_000000.jsonl")
+        fields = "problem response gold reward advantage tokens reason".split()
+        assert tables == [[0, *(r.get(field) for field in fields)] for r in saved] and len(saved) == 32
 
 
 # --- the table of metrics: docs/metrics.md has it, and it has every metric of a run
