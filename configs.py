@@ -197,6 +197,8 @@ class Config:
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
     export_kept: bool = False  # export the policy with each checkpoint too, to export/step_NNNNNN
+    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
+    save_logps: bool = False  # in samples/ and eval/: also token ids and the engine's log-probs
     track: tuple[Tracker, ...] = ()  # wandb, trackio, mlflow: send metrics and samples there too
     grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
     stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
@@ -414,7 +416,8 @@ MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go track
+    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
+    save_samples save_logps track
 """.split())
 
 
@@ -565,6 +568,7 @@ EFFECTS = (
      "--algo ppo, or --advantage return_whiten"),
     ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
     ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("start_moments", lambda c: c.start_from != "", "--start_from"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,

@@ -267,10 +267,14 @@ def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Pr
     return dict(itertools.islice(problems.items(), engine.engine_id, None, engine.engines))
 
 
-def sample_row(s: Sample, problem: Problem) -> dict[str, Any]:
-    """A sample as a row of samples/*.jsonl and eval/*.jsonl."""
+def sample_row(s: Sample, problem: Problem, logps: bool = False) -> dict[str, Any]:
+    """A sample as a row of samples/*.jsonl and eval/*.jsonl. `logps` (--save_logps) adds the response's token
+    ids, and their log-probs from the engine, rounded to 4 digits."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
-    return same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    if logps:
+        row |= dict(ids=s.ids.tolist(), logps=[round(x, 4) for x in s.logp.tolist()])
+    return row
 
 
 # --- gold answers that can't be graded
@@ -392,7 +396,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
         samples = rollout(engine, grader, part, n, temperature, length or cfg.max_response_len,
                           (cfg.seed, EVAL, i), step, on_response)
         scores[name] = gather_scores(samples, n)
-        rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id]) for s in samples])
+        rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
+                                  for s in samples])
     return scores, rows
 
 
@@ -413,7 +418,11 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 EVAL_FLAGS = tuple("""
     template system_prompt extractor reward seed out max_prompt_len max_response_len max_model_len pack_len
     engine stop engine_share max_num_seqs tp eval_samples eval_temperature eval_response_len grade_workers
+<<<<<<< HEAD
     grade_deadline device dtype stall_limit go verbose
+=======
+    grade_deadline device dtype stall_limit verbose save_logps
+>>>>>>> e678292 (--save_logps: rows of samples/ and eval/ can have token ids and log-probs (rollout.py))
 """.split())  # what an evaluation reads
 NO_SCORE = ("out", "grade_workers", "stall_limit", "go", "verbose")  # flags of those that change no score
 USAGE = "rollout.py MODEL [MODEL …] DATA [DATA …]"
