@@ -88,7 +88,7 @@ from rollout import (
     shape_rewards,
 )
 
-SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/
+SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/, with --save_samples some
 Minibatches = list[list[Pack]]  # a step's packs on this rank
 
 
@@ -383,23 +383,31 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Metrics of all held-out sets, or {} where no evaluation is due. Responses go to
-    eval/step_NNNNNN.jsonl."""
+    eval/step_NNNNNN.jsonl, unless --save_samples is none."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
     with run.log.bar("Eval", 0) as bar:
         metrics, rows = evaluate_sets(run.engine, run.grader, run.held_out, cfg, step,
                                       partial(on_response, cfg, bar, []))
-    run.log.rows("eval", step, rows)
+    if cfg.save_samples != "none":
+        run.log.rows("eval", step, rows)
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write the samples of the step's first prompts to samples/step_NNNNNN.jsonl, every --eval_every
-    steps."""
-    if step % (run.cfg.eval_every or 10) == 0:
-        rows = [sample_row(s, batch[s.prompt_id]) for s in samples if s.prompt_id < SAVED_PROMPTS]
-        run.log.rows("samples", step, dist.gather_rows(rows))
+    """Write samples to samples/step_NNNNNN.jsonl as --save_samples says: all of them, or every --eval_every
+    steps those of the step's first prompts. Where samples of a prompt are compared, rows have the advantage,
+    before any whitening over the step."""
+    cfg, some = run.cfg, run.cfg.save_samples == "some"
+    if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
+        return
+    rows = []
+    for s in samples:
+        if s.prompt_id < SAVED_PROMPTS or not some:
+            advantage = {"advantage": s.advantage} if cfg.compares_samples else {}
+            rows.append(sample_row(s, batch[s.prompt_id], cfg.save_logps) | advantage)
+    run.log.rows("samples", step, dist.gather_rows(rows))
 
 
 # --- packs and advantages

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sqlite3
 import struct
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from conftest import ROOT, run, run_ranks
+from conftest import ROOT, maths, run, run_ranks
 
 from configs import PRESETS, UserError, check_trackers, parse, read_jsonl
 from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
@@ -427,6 +428,67 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(ends, packages, base, tmp
         saved = read_jsonl(tmp_path / "r" / "samples" / "step_000000.jsonl")
         fields = "problem response gold reward advantage tokens reason".split()
         assert tables == [[0, *(r.get(field) for field in fields)] for r in saved] and len(saved) == 32
+
+
+# --- samples: which are saved, and with what
+
+
+def check_rows(rows, cfg, in_training):
+    """The ids decode to the response, and the log-probs are those that transformers computes. In training,
+    the advantages are those of a group's rewards (2402.03300)."""
+    from transformers import AutoModelForCausalLM
+
+    from data import load_problems
+    from model import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model)
+    prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
+    policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+    for row in rows[:8]:
+        prompt, ids = prompts[row["problem"]], row["ids"]
+        assert len(ids) == len(row["logps"]) == row["tokens"]
+        assert tokenizer.decode(ids, skip_special_tokens=True).startswith(row["response"])
+        with torch.no_grad():
+            logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
+        exact = logits.log_softmax(-1)[range(len(ids)), ids]
+        assert all(x == round(x, 4) for x in row["logps"])
+        assert (exact - torch.tensor(row["logps"])).abs().max() < 1e-4
+    assert all(("advantage" in row) == in_training for row in rows)
+    if in_training:
+        rewards = torch.tensor([row["reward"] for row in rows]).double().view(-1, cfg.samples_per_prompt)
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+        assert [row["advantage"] for row in rows] == pytest.approx(advantages.flatten().tolist(), abs=1e-6)
+
+
+def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
+    """Also after a resume that asks for more of them: the file of its step is that of a run that always saved
+    all. The metrics are the same."""
+    cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1)
+    everything = dict(save_samples="all", save_logps=True)
+    cases = {"all": everything, "some": dict(save_samples="some"), "none": dict(save_samples="none")}
+    metrics = {name: run(dataclasses.replace(cfg, **case), tmp_path / name)[0]
+               for name, case in cases.items()}
+    assert maths(metrics["all"]) == maths(metrics["some"]) == maths(metrics["none"])
+    counts = {name: {file.relative_to(tmp_path / name).as_posix(): len(read_jsonl(file))
+                     for kind in ("samples", "eval") for file in (tmp_path / name / kind).glob("*")}
+              for name in cases}
+    evals = {"eval/step_000000.jsonl": 40, "eval/step_000002.jsonl": 40}
+    assert counts == {"all": {"samples/step_000000.jsonl": 40, "samples/step_000001.jsonl": 40} | evals,
+                      "some": {"samples/step_000000.jsonl": 32} | evals, "none": {}}
+    check_rows(read_jsonl(tmp_path / "all" / "samples" / "step_000000.jsonl"), cfg, in_training=True)
+    check_rows(read_jsonl(tmp_path / "all" / "eval" / "step_000000.jsonl"), cfg, in_training=False)
+    row = read_jsonl(tmp_path / "some" / "samples" / "step_000000.jsonl")[0]
+    assert not {"ids", "logps"} & set(row)
+    step = "ckpt/step_000001"
+    shutil.copytree(tmp_path / "some" / step, tmp_path / "more" / step)
+    run(dataclasses.replace(cfg, **everything), tmp_path / "more")
+    file = "samples/step_000001.jsonl"
+    assert (tmp_path / "more" / file).read_text() == (tmp_path / "all" / file).read_text()
+
+
+def test_log_probs_of_samples_that_are_not_saved_are_a_mistake():
+    with pytest.raises(UserError, match="--save_logps has no effect"):
+        parse(["tiny-ppo", "--save_samples", "none", "--save_logps"])
 
 
 # --- the table of metrics: docs/metrics.md has it, and it has every metric of a run
