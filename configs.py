@@ -410,8 +410,9 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # where ORZ's produ
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once
 
-# What a resumed run may change without changing the algorithm; dtype changes rounding. A checkpoint compares
-# the problems themselves, so the files and the template may be named differently.
+# What a resumed run may change without changing the algorithm: where it runs, what it saves and tracks. dtype
+# changes rounding. A checkpoint compares the problems themselves, so the files and the template may be named
+# differently.
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit

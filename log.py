@@ -365,6 +365,7 @@ ENVIRONMENT = {  # what the packages read, where the user has not set it
     "WANDB_CONSOLE": "off",  # otherwise it takes over stdout, and with it the progress bars
     "WANDB_QUIET": "true",
     "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise the end of a run waits for the network for ever
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses so much of its file
     "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder; for SQLite, mlflow-skinny lacks a package
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a step waits for it
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -388,7 +389,9 @@ class Trackers:
         """Open the trackers `names`, and send them the rows of earlier steps that they lack. If not
         `resumed`, each begins another tracked run."""
         file = self.out / "track.json"
-        if resumed and file.exists():
+        if not resumed:
+            file.unlink(missing_ok=True)  # of a run in this folder that saved nothing
+        elif file.exists():
             self.kept = json.loads(file.read_text())
         for key, value in ENVIRONMENT.items() if names else ():
             os.environ.setdefault(key, value)

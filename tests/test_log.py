@@ -9,17 +9,19 @@ import math
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
-from conftest import ROOT, maths, run, run_ranks
+from conftest import ROOT, maths, run, run_ranks, start_ranks
 
-from configs import PRESETS, UserError, check_trackers, parse, read_jsonl
+from configs import PRESETS, UserError, changed, check_trackers, parse, read_jsonl
 from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
 
 PPO = PRESETS["tiny-ppo"]
@@ -260,8 +262,9 @@ def packages():
     import wandb.proto.wandb_internal_pb2  # noqa: F401
 
 
-def log_run(out, rows, start, track, samples_at=(), environment=None):
-    """In a process of its own: log the rows from step `start` on, with trackers. Returns the alarms."""
+def log_run(out, rows, start, track, samples_at=(), environment=None, killed=False):
+    """In a process of its own: log the rows from step `start` on, with trackers. Returns the alarms.
+    `killed`: ends as by kill -9 instead, three seconds after the last row."""
     os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": f"{out}/trackio", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=track), True, start, {"torch": "2"}) as logger:
         for row in rows:
@@ -269,6 +272,9 @@ def log_run(out, rows, start, track, samples_at=(), environment=None):
                 logger.rows("samples", row["step"], [SAMPLE])
             logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
         logger.alarm("look here")
+        if killed:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
     return [row["text"] for row in read_jsonl(out / "alarms.jsonl")]
 
 
@@ -349,9 +355,12 @@ def test_a_tracker_has_the_rows_of_the_run_and_no_step_twice(name, packages, tmp
     out = tmp_path / "my-run"
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1), "ess": math.nan} for i in range(6)]
-    for some, start, samples_at in ((rows[:4], 0, (0, 3)), (rows[2:], 2, (3, 4))):
-        said, = run_ranks(1, log_run, out, some, start, (name,), samples_at)
-        assert said[0].startswith("no finite number: ess") and said[1:] == ["look here"]
+    (process,), folder = start_ranks(1, log_run, out, rows[:4], 0, (name,), (0, 3), None, True)
+    process.join(60)
+    folder.cleanup()
+    assert process.exitcode == -signal.SIGKILL
+    said, = run_ranks(1, log_run, out, rows[2:], 2, (name,), (3, 4))
+    assert said[0].startswith("no finite number: ess") and said[1:] == ["look here"]
     (runs, found, tables, config, alarms), = run_ranks(1, globals()[f"tracked_by_{name}"], out)
     finite = [{as_named(name, k): v for k, v in row.items() if k != "ess"} for row in read_metrics(out)]
     assert len(finite) == 6 and found == finite and runs == ["my-run"]
@@ -484,6 +493,12 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
     run(dataclasses.replace(cfg, **everything), tmp_path / "more")
     file = "samples/step_000001.jsonl"
     assert (tmp_path / "more" / file).read_text() == (tmp_path / "all" / file).read_text()
+
+
+def test_a_resumed_run_may_change_what_is_saved_and_tracked():
+    new = dict(track=("mlflow",), save_samples="all", save_logps=True)
+    old = json.loads(json.dumps(dataclasses.asdict(PPO)))
+    assert changed(old, dataclasses.asdict(dataclasses.replace(PPO, **new))) == []
 
 
 def test_log_probs_of_samples_that_are_not_saved_are_a_mistake():
