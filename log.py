@@ -468,8 +468,8 @@ class WandbTracker:
         self.id = self.run.id
 
     def log(self, step: int, metrics: Mapping[str, float], table: Sequence[Sequence]) -> None:
-        """Send a step's metrics, and the table of its samples if it has rows; at once, so that a killed run
-        loses none."""
+        """Send a step's metrics, and the table of its samples if it has rows. Sent at once: by default wandb
+        waits for the next step."""
         values = dict(metrics)
         if table:
             values["samples"] = self.table(columns=["step", *COLUMNS], data=table, allow_mixed_types=True)
