@@ -170,6 +170,9 @@ class Saver:
         self.failures = 0  # in a row
         self.not_finite = ""  # the tensor that made the save in flight fail
         self.told = set()  # what could not be pruned, each said once
+        if saved is not None and td.get_rank() == 0:  # the run before may have been killed before it did so
+            self._remove_unfinished()
+            prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, wait: bool = False) -> str:
         """Wait for the previous save, then start the checkpoint of `step`; with `wait`, finish it too.
@@ -189,9 +192,13 @@ class Saver:
         """Folder to write to, the same on all ranks and new in the run. Removes those of dead runs."""
         temp = self.out / "ckpt" / f".step_{self.step:06d}.{secrets.token_hex(8)}.part"
         if td.get_rank() == 0:
-            for old in temp.parent.glob(".step_*.part"):
-                shutil.rmtree(old, ignore_errors=True)
+            self._remove_unfinished()
         return dist.gather(temp)[0]
+
+    def _remove_unfinished(self):
+        """Remove the folders of saves that dead runs did not finish."""
+        for old in (self.out / "ckpt").glob(".step_*.part"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def pending_warning(self) -> str:
         """What went wrong in the save in flight, once, as soon as this rank knows it; else ""."""

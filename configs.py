@@ -581,7 +581,15 @@ EFFECTS = (
 )
 
 
-# --- JSON rows
+# --- files and JSON rows
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or as it was before. Raises OSError."""
+    temp = path.with_name(f".{path.name}.part")
+    temp.write_text(text)
+    temp.replace(path)
+
 
 
 @dataclass(frozen=True, slots=True)

@@ -418,13 +418,9 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 EVAL_FLAGS = tuple("""
     template system_prompt extractor reward seed out max_prompt_len max_response_len max_model_len pack_len
     engine stop engine_share max_num_seqs tp eval_samples eval_temperature eval_response_len grade_workers
-<<<<<<< HEAD
-    grade_deadline device dtype stall_limit go verbose
-=======
-    grade_deadline device dtype stall_limit verbose save_logps
->>>>>>> e678292 (--save_logps: rows of samples/ and eval/ can have token ids and log-probs (rollout.py))
+    grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # what an evaluation reads
-NO_SCORE = ("out", "grade_workers", "stall_limit", "go", "verbose")  # flags of those that change no score
+NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # flags that change no score
 USAGE = "rollout.py MODEL [MODEL …] DATA [DATA …]"
 EVAL_INSTEAD = {"temperature": "--eval_temperature", "samples_per_prompt": "--eval_samples",
                 **dict.fromkeys(["model", "data", "eval_data"], "rollout.py MODEL DATA [DATA …] [--flags]")}

@@ -945,3 +945,16 @@ def test_a_foreign_file_of_tensors_is_damage(two_ranks, tmp_path):
     shutil.copy(folder / "shard-00000.safetensors", folder / "shard-00002.safetensors")
     with pytest.raises(UserError, match="shard-00002.safetensors is damaged"):
         ckpt.check(folder)
+
+
+def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path):
+    """The checkpoint is complete, and the kill came before the link to the best one and before older and
+    unfinished ones were removed. Typed again, the run has no step left, and does that."""
+    cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
+    shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
+    best = tmp_path / "ckpt" / "best"
+    best.unlink(missing_ok=True)
+    (tmp_path / "ckpt" / ".step_000004.0123456789abcdef.part").mkdir()
+    assert run_ranks(2, ranks.main, cfg) == ["", ""]
+    names = {path.name for path in (tmp_path / "ckpt").iterdir()}
+    assert best.is_symlink() and names == {"best", "step_000004", best.resolve().name}
