@@ -3,15 +3,23 @@ apart; a mistake on the command line is one line."""
 
 import dataclasses
 import json
+import math
+import os
+import random
 import re
+import signal
+import threading
+import time
 from html.parser import HTMLParser
+from statistics import fmean
 
 import pytest
 from matplotlib.figure import Figure
 from test_log import PPO, healthy, learning, written
 
+import report
 from configs import read_jsonl
-from log import Logger, read_metrics
+from log import METRICS, Logger, read_metrics
 from report import PANELS, _draw_phases, compare, differences, keys_of, main, story, write_report
 
 
@@ -170,6 +178,10 @@ def test_two_runs_differ_in_just_the_fields_in_which_they_differ(tmp_path):
     (["RUN", "--curves"], ["--curves", "python report.py RUN"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
     (["RUN", "RUN", "--out", "x.what"], ["what"]),
+    (["RUN", "RUN", "--out", "/no/such/folder/x.html"], ["/no/such/folder/x.html"]),
+    (["RUN", "RUN", "--watch"], ["--watch 10 with 2 runs", "one run"]),
+    (["RUN", "--watch", "0"], ["--watch 0", "over 0"]),
+    (["RUN", "--watch", "soon"], ["soon", "--watch SECONDS"]),
 ])
 def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     with pytest.raises(SystemExit) as e:
@@ -177,3 +189,205 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     said = e.value.code
     assert isinstance(said, str) and said.startswith("report.py: ") and "\n" not in said
     assert all(word in said for word in words), said
+
+
+# --- several seeds of one recipe
+
+
+def run_of(folder, seed, rows, **changes):
+    """A run's folder with these metrics and the configuration PPO, changed."""
+    folder.mkdir(parents=True)
+    written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Two seeds of one recipe, the second shorter, with reward 0.97 at the end, and a run of another."""
+    out = tmp_path_factory.mktemp("seeds")
+    noisy = [row | {"reward": row["reward"] - 0.1 * (row["step"] % 2)} for row in healthy(8)]
+    return [run_of(out / "ppo-10", 10, healthy(10)), run_of(out / "ppo-11", 11, noisy),
+            run_of(out / "slow", 10, learning(10), policy_lr=1e-9)]
+
+
+def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(seeds, tmp_path):
+    """The same run given twice counts once. Without config.json nothing is known to be the same. Recipes
+    whose folders have the same name keep apart."""
+    assert report.recipes([*seeds, seeds[0]]) == {"ppo": seeds[:2], "slow": seeds[2:]}
+    bare = [tmp_path / "a", tmp_path / "b"]
+    assert list(report.recipes(bare).values()) == [[run] for run in bare]
+    again = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1.0)
+    assert list(report.recipes([*seeds, again]).values()) == [seeds[:2], seeds[2:], [again]]
+
+
+def test_the_band_holds_the_line_of_every_seed_and_their_mean():
+    """At every step that a run has. The mean is drawn where all have one."""
+    draw = random.Random(0)
+    curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
+    curves[0][5] = math.nan
+    found = {step: (low, mean, high) for step, low, mean, high in report.band(curves)}
+    assert list(found) == sorted(set().union(*curves))
+    for step, (low, mean, high) in found.items():
+        values = [c[step] for c in curves if step in c and not math.isnan(c[step])]
+        assert low == min(values) and high == max(values)
+        assert mean == pytest.approx(fmean(values)) if len(values) == 3 else math.isnan(mean)
+    axis, (one, two) = Figure().add_subplot(), (healthy(30), learning(30))
+    report._draw(axis, {"both": [one, two], "alone": [one]}, ["reward"], "share")
+    assert [line.get_label() for line in axis.lines] == ["both", "alone"]
+    area = [shape for shape in axis.collections if len(shape.get_paths())]
+    assert len(area) == 1  # a run alone has no band
+    drawn = {}
+    for x, y in area[0].get_paths()[0].vertices:
+        drawn.setdefault(round(x), []).append(y)
+    for a, b in zip(one, two, strict=True):
+        assert {a["reward"], b["reward"]} <= set(drawn[a["step"]])
+
+
+def test_the_page_of_a_comparison_has_a_row_for_each_recipe(seeds, capsys):
+    out = seeds[0].parent / "compare.html"
+    main([*map(str, seeds), "--out", str(out)])
+    text = out.read_text(encoding="utf-8")
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)(?=<tr>|</table>)", text)]
+    final = [fmean(row["reward"] for row in read_metrics(run)[-5:]) for run in seeds]
+    ppo, slow = rows[1:3]
+    assert ppo[0] == "ppo<small>seed 10, 11</small>" and slow[0] == "slow<small>seed 10</small>"
+    assert ppo[1] == f"{fmean(final[:2]):.3g}<small>{final[1]:.3g} to {final[0]:.3g}</small>"
+    assert slow[1] == "0.6" and slow[4] == "–"  # it never had 0.9 of the best reward
+    best = max(row["reward"] for row in read_metrics(seeds[0]))
+    first = [next(r["step"] for r in read_metrics(run) if r["reward"] >= 0.9 * best) for run in seeds[:2]]
+    assert ppo[4] == f"{fmean(first):.3g}<small>{min(first)} to {max(first)}</small>"
+    assert ["--policy_lr", str(PPO.policy_lr), "1e-09"] in rows
+    assert len(Page(text).addresses) == sum(bool(keys_of(healthy(1), several)) for _, _, several, _ in PANELS)
+    assert str(out) in capsys.readouterr().out
+
+
+# --- panels
+
+
+def test_no_p99_is_drawn_below_its_mean_and_the_panel_says_so():
+    """Where under 1 % of the tokens differ, the p99 is the histogram's first edge, and the mean is not."""
+    def drawn(p99):
+        rows = [{"step": i, "logp_gap/mean": 4e-9, "logp_gap/p99": x} for i, x in enumerate(p99)]
+        axis = Figure().add_subplot(xlabel="step")
+        report._draw(axis, {"": [rows]}, ["logp_gap/mean", "logp_gap/p99"], "log")
+        return axis.get_xlabel(), axis.lines[1].get_ydata()
+
+    note, values = drawn([1e-7, 1e-9, 1e-6])
+    assert "p99" in note and values[0] == 1e-7 and math.isnan(values[1]) and values[2] == 1e-6
+    assert drawn([1e-7, 1e-8])[0] == "step"
+
+
+@pytest.mark.parametrize("lowest, says", [(-6.1, True), (-0.9, False)])
+def test_an_axis_says_what_it_cuts_off(lowest, says):
+    axis = Figure().add_subplot(xlabel="step")
+    rows = [{"step": 0, "explained_variance": lowest}, {"step": 1, "explained_variance": 0.5}]
+    report._draw(axis, {"": [rows]}, ["explained_variance"], "variance")
+    assert (axis.get_ylim()[0] > lowest) == says == ("cut off" in axis.get_xlabel())
+    assert (str(lowest) in axis.get_xlabel()) == says
+
+
+def test_each_phase_has_its_own_colour_in_every_run():
+    phases = [name for name in re.findall(r"^time/(\w+)", METRICS, re.M) if name != "step"]
+    assert set(phases) == set(report.PHASES) and len(set(report.PHASES.values())) == len(phases) > 10
+
+    def colours(names):
+        axis = Figure().add_subplot()
+        _draw_phases(axis, [{"step": i, "time/step": 1.0} for i in range(2)], [f"time/{n}" for n in names])
+        return dict(zip(names, (area.get_facecolor().tolist() for area in axis.collections), strict=True))
+
+    everything, few = colours(phases), colours(phases[3::4])
+    assert few == {name: everything[name] for name in few}
+    assert len({tuple(*colour) for colour in everything.values()}) == len(phases)
+
+
+def test_no_legend_covers_data_and_no_word_is_cut():
+    """Also that of all phases, and that of six recipes with two metrics."""
+    phases = [f"time/{name}" for name in report.PHASES]
+    shares = {"truncated": 0.1, "uniform_groups": 0.5}
+    rows = [{"step": i, "time/step": 14.0} | shares | dict.fromkeys(phases, 1.0) for i in range(3)]
+    six = {f"{i} is a recipe with a very long name: /home/me/runs/{i} ({i} runs)": [rows] for i in range(6)}
+    for figure in (report._figure({"": [rows]}, "seconds a step", phases, "stacked", True),
+                   report._figure(six, "shares", ["truncated", "uniform_groups"], "share", False)):
+        figure.draw_without_rendering()
+        (axis,), (legend,) = figure.axes, figure.legends
+        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+        inside = figure.bbox.padded(1)
+        for box in (legend.get_window_extent(), axis.get_tightbbox()):
+            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+        assert axis.get_window_extent().height > 0.3 * figure.bbox.height
+
+
+def test_lengths_of_right_and_wrong_reflections_and_speed_are_drawn():
+    drawn = {key for _, pattern, _, _ in PANELS for key in re.findall(r"^([\w/]+) \|", METRICS, re.M)
+             if re.fullmatch(pattern, key)}
+    assert drawn >= {"response_len/right", "response_len/wrong", "reflections", "tokens_per_s"}
+
+
+# --- the page
+
+
+def test_the_page_begins_with_samples_and_folds_the_plan(folder):
+    """Title, one line, samples, curves. The newest step is open and comes first."""
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"<h1>small&lt;run&gt;</h1>\n<p>ppo, seed 0 · 24 of 24 [^\n]+ · reward 0.540 → 0.970"
+                     r"[^\n]*alarms: 1</p>\n<h2>Samples", text)
+    at = [text.index(part) for part in (
+        "<h1>", '<details name="step" open><summary>step 12<', "12.0 &lt;/pre&gt;",
+        '<details name="step"><summary>step 0<', "<img ", "<summary>Plan<", "&lt;i&gt;32 prompts")]
+    assert at == sorted(at)
+
+
+def test_the_page_has_no_fixed_width_and_follows_the_systems_colours(folder):
+    style = re.search("<style>(.*?)</style>", (folder / "report.html").read_text(encoding="utf-8"), re.S)[1]
+    assert not re.findall(r"(?<![-\w])(?:min-)?width: *\d+px", style)
+    assert "nowrap" not in re.sub(r"code \{.*?\}", "", style)
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.S)
+    assert "color-scheme: light dark" in light
+    assert style.index("prefers-color-scheme: dark") < style.index(dark) > style.index(light)
+    names, others = (set(re.findall(r"(--\w+): #", colours)) for colours in (light, dark))
+    assert names == others == set(re.findall(r"var\((--\w+)\)", style)) and "--paper" in names
+    assert not re.findall(r"(?<!-left-)(?:color|background): #", style)  # all but the marks of samples
+
+
+def test_tokens_are_shaded_by_their_log_prob_and_stay_text(tmp_path):
+    """Only where a row has the tokens' texts. An advantage is shown where there is one."""
+    texts = ["<script>", "alert(1)", "</script>", "&amp;"]
+    logp = [0.0, -0.2, -1.0, -9.0]
+    rows = [sample(0, 0, True, "".join(texts), advantage=-0.51234, logp=logp, token_texts=texts),
+            sample(0, 1, False, "no texts <i>", logp=[-1.0]), sample(1, 0, True, "plain", advantage=None)]
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples/step_000000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    page = Page(text)
+    assert "script" not in page.tags and {r["response"] for r in rows} <= set(page.pre)
+    shades = [float(x) for x in re.findall(r"<span [^>]*/ ([\d.]+)\)", text)]
+    assert shades == sorted(set(shades)) and len(shades) == 4 and 0 <= shades[0] and shades[-1] <= 1
+    assert page.text.count("advantage") == 1 and "advantage -0.512" in page.text
+
+
+@pytest.mark.parametrize("end", ["lock", "ctrl-C"])
+def test_watching_reloads_the_page_until_the_run_ends(tmp_path, capsys, end):
+    """Or until ctrl-C. A run that has logged nothing yet is waited for."""
+    lock, page, seen = tmp_path / "lock", tmp_path / "report.html", []
+    lock.touch()
+
+    def run():
+        time.sleep(0.2)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (page.exists() and page.read_text().endswith("</html>\n")):
+            time.sleep(0.02)
+        seen.append(page.read_text())
+        if end == "lock":
+            lock.unlink()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    main([str(tmp_path), "--watch", "0.1"])
+    thread.join()
+    again = '<meta http-equiv="refresh" content="1">'
+    assert again in seen[0] and again not in page.read_text() and "</html>" in page.read_text()
+    assert f"report   {tmp_path}/report.html" in capsys.readouterr().out
