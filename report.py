@@ -113,18 +113,18 @@ def _draw(axis, data, keys, scale):
     several runs is their mean and a band. Notes on what is drawn, and what is not, stand below the axis."""
     metrics, notes = [key.partition("/")[2] or key for key in keys], ["step"]
     if len(data) > 1 and len(keys) > 1:
-        notes.append(", ".join(f"{line}: {metric}" for line, metric in zip(LINES, metrics, strict=False)))
+        notes += [_shorten(f"{line}: {metric}", 48) for line, metric in zip(LINES, metrics, strict=False)]
     for (i, (name, runs)), (j, key) in product(enumerate(data.items()), enumerate(keys)):
         points = band([_curve(rows, key) for rows in runs])
         if not points:  # GRPO has no critic
             continue
         steps, low, mean, high = zip(*points, strict=True)
         holes = any(map(math.isnan, mean))
-        marker = "o" if len(steps) < 12 or holes else ""
+        size = 4 if len(steps) < 12 else 2 if holes else 0  # a line has no point between two holes
         if len(data) == 1:
-            axis.plot(steps, mean, color=f"C{j}", marker=marker, markersize=4, label=metrics[j])
+            axis.plot(steps, mean, "o-", markersize=size, color=f"C{j}", label=_shorten(metrics[j], 48))
         else:
-            axis.plot(steps, mean, color=f"C{i}", marker=marker, markersize=4, linestyle=LINES[j % 4],
+            axis.plot(steps, mean, "o", markersize=size, color=f"C{i}", linestyle=LINES[j % 4],
                       label=_shorten(name, 48) if j == 0 else None)
         if len(runs) > 1:
             axis.fill_between(steps, low, high, color=axis.lines[-1].get_color(), alpha=0.2, linewidth=0)
@@ -272,12 +272,10 @@ PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <!--reload--><title>$title</title>
 <style>
-:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --faint: #555; --line: #ccc;
-  --right: #f1faf4; --wrong: #fdf3f3; --alarm: #fff8ec }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e2e2e2; --paper: #191919; --faint: #a8a8a8; --line: #444;
-    --right: #17251c; --wrong: #2b1a1a; --alarm: #2b2212 }
-  img { filter: invert(.902) hue-rotate(180deg) } }
+:root { color-scheme: light dark; --ink: light-dark(#1c1c1c, #e2e2e2); --paper: light-dark(#fff, #191919);
+  --faint: light-dark(#555, #a8a8a8); --line: light-dark(#ccc, #444); --right: light-dark(#f1faf4, #17251c);
+  --wrong: light-dark(#fdf3f3, #2b1a1a); --alarm: light-dark(#fff8ec, #2b2212) }
+@media (prefers-color-scheme: dark) { img { filter: invert(.902) hue-rotate(180deg) } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 1200px; margin: 0 auto; padding: 10px; overflow-wrap: anywhere }
 h1, h2 { line-height: 1.2; margin: 1.6em 0 .5em } h1 { margin-top: .3em }
@@ -287,20 +285,21 @@ table { border-collapse: collapse; width: 100%; max-width: 860px } tr { border-t
 td, th { vertical-align: top; text-align: left; padding: 3px 8px 3px 0 } th { overflow-wrap: break-word }
 .numbers td + td, .numbers th + th { text-align: right } .numbers th:first-child { min-width: 5em }
 small { color: var(--faint); display: block; white-space: pre-wrap } code { white-space: nowrap }
-summary { cursor: pointer; font-weight: 600; padding: 6px 0 } details details { margin-left: 12px }
+summary { cursor: pointer; margin: 6px 0; white-space: pre-wrap } details details { margin-left: 12px }
+details:not([open]) > summary { max-height: 3em; overflow: hidden }
 article { border: 1px solid var(--line); border-left: 6px solid; padding: 6px 10px; min-width: 0 }
 .right { border-left-color: #18794e; background: var(--right) }
 .wrong { border-left-color: #c62a2f; background: var(--wrong) }
 .alarm { border-left-color: #ad5700; background: var(--alarm); margin: 6px 0 }
 pre { white-space: pre-wrap; margin: 6px 0; font: 13px/1.45 monospace; max-height: 24em; overflow-y: auto }
-@media (max-width: 600px) { td, th { font-size: 13px; padding-right: 5px } }
+@media (max-width: 600px) { td, th { font-size: 13px } }
 </style>
 <h1>$title</h1>
 <p>$line</p>
 """
 ALARM = '<article class="alarm"><b>⚠ step $step</b> $text</article>'
 CURVE = '<img alt="$title" src="data:image/png;base64,$png">'
-PROBLEM = "<summary>$short (gold answer $gold)</summary><pre>$problem</pre>"
+PROBLEM = "<summary>Gold answer $gold: $problem</summary>"
 CARD = """<article class="$graded"><small>$set step $step</small><b>$graded: $reason</b> answer $answer,
 reward $reward, $more$tokens tokens"""
 
@@ -370,7 +369,7 @@ def _response(row):
         return escape(row["response"])
     shades = [round(1 - math.exp(min(x or 0, 0)), 1) for x in logp]
     tokens = groupby(zip(shades, texts, strict=True), key=itemgetter(0))
-    return "".join(f'<span style="background: rgb(230 130 0 / {shade})">'
+    return "".join(f'<span style="background: rgb(230 130 0 / {shade / 2})">'
                    f'{escape("".join(text for _, text in same))}</span>' for shade, same in tokens)
 
 
@@ -387,13 +386,12 @@ def _samples(run, kind, most):
                 seen.add(which)
                 has = isinstance(row["advantage"], int | float)
                 more = f"advantage {row['advantage']:.3g}, " if has else ""
-                problem = _fill(PROBLEM, **row, short=_shorten(row["problem"]))
                 card = _fill(CARD, **row, step=step, more=more)
-                yield step, problem, f"{card}<pre>{_response(row)}</pre></article>"
+                yield step, _fill(PROBLEM, **row), f"{card}<pre>{_response(row)}</pre></article>"
 
 
 def _problems(found, opened):
-    """What `_samples` yields, problem by problem, each behind its first line. The first `opened` are open."""
+    """What `_samples` yields, problem by problem, each behind its text. The first `opened` are open."""
     cards, html = {}, ""
     for _, problem, card in found:
         cards.setdefault(problem, []).append(card)
@@ -481,7 +479,8 @@ def write_comparison(runs: Sequence[Path], to: Path) -> None:
         seeds = ", ".join(str(_read_json(run / "config.json").get("seed", "–")) for run in group)
         table.append([f"{name}\nseed {seeds}", *(_spread([o[key] for o in outcomes]) for key in outcomes[0])])
     flags = differences([group[0] for group in named.values()]).items()
-    page = _page(" and ".join(named), "A band and small print: lowest and highest of a recipe's runs.", {
+    line = "A band and small print: lowest and highest of a recipe's runs."
+    page = _page(f"{len(runs)} runs of {len(named)} recipes", line, {
         "Recipes": _html_table(table, "recipe", *outcomes[0]), "Curves": _curves(plot(runs)),
         "Flags": _fold("The flags in which the recipes differ", _html_table(
             [["", *named], *([f"--{field}", *values] for field, values in flags if field != "seed")]))})
