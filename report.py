@@ -88,8 +88,8 @@ entropy (nats a token)              entropy                              entropy
 gradient norm                       grad_norm/.+                         grad_norm/policy          log
 |engine − trainer| log-prob (nats)  logp_gap/(mean|p99|max)              logp_gap/mean             log
 critic: explained variance          explained_variance                   explained_variance        variance
-reflections (a response)            reflections                          reflections               from 0
-tokens a second                     tokens_per_s                         tokens_per_s              from 0
+reflections (a response)            reflections                          reflections               share
+tokens a second                     tokens_per_s                         tokens_per_s              linear
 seconds a step                      time/(?!step).+                      time/step                 stacked
 """.strip().splitlines()]
 # A phase has the same colour in every run. One that is not here is black.
@@ -137,8 +137,6 @@ def _draw(axis, data, keys, scale):
         axis.set_yscale("log")
     elif scale == "variance":
         axis.set_ylim(-1.02, 1.02)
-    elif scale == "from 0":
-        axis.set_ylim(bottom=0)
     elif scale == "share":
         axis.axhspan(0, 1, alpha=0)  # invisible: the axis reaches from 0 to 1, or further
 
