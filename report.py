@@ -425,14 +425,16 @@ def write_report(run: Path, reload: float = 0.0) -> Path:
             rows, "(?!step$|time/).*", "first", "last", "lowest", "highest"))
         + _fold("Plan", _html_table(_read_json(run / "plan.json").items()))
         + _fold("Configuration", _html_table(_read_json(run / "config.json").items()))}, reload)
-    (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
-    return run / "report.html"
+    part = run / f".report.html.{os.getpid()}"  # a browser that reloads never reads half a page
+    part.write_text(page, encoding="utf-8", errors="replace")
+    return part.replace(run / "report.html")
 
 
 def watch(run: Path, seconds: float) -> None:
     """Write the report of a run every `seconds` seconds until the run ends, which removes its lock, or until
     ctrl-C. The page reloads itself, but the last one does not."""
-    print(f"{run}/report.html is written every {seconds:g} seconds until the run ends, or ctrl-C")
+    if (run / "lock").exists():
+        print(f"{run}/report.html is written every {seconds:g} seconds until the run ends, or ctrl-C")
     try:
         while (run / "lock").exists():
             if read_metrics(run):
