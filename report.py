@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -435,13 +436,15 @@ def watch(run: Path, seconds: float) -> None:
     ctrl-C. The page reloads itself, but the last one does not."""
     if (run / "lock").exists():
         print(f"{run}/report.html is written every {seconds:g} seconds until the run ends, or ctrl-C")
-    try:
-        while (run / "lock").exists():
-            if read_metrics(run):
-                write_report(run, seconds)
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        print()
+    stopped, due = [], 0.0
+    # Not by KeyboardInterrupt: raised in a destructor, as of a figure, it is printed and lost.
+    before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    while (run / "lock").exists() and not stopped:
+        if time.monotonic() >= due and read_metrics(run):
+            write_report(run, seconds)
+            due = time.monotonic() + seconds
+        time.sleep(0.1)
+    signal.signal(signal.SIGINT, before)
 
 
 # --- the comparison of recipes
