@@ -55,8 +55,10 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
     groups, named = {}, {}
     for run in {run.resolve(): run for run in runs}.values():
         config = _read_json(run / "config.json")
-        same = {field: value for field, value in config.items() if field not in ("seed", "out")}
-        groups.setdefault(json.dumps(same) if config else str(run), []).append(run)
+        same = json.dumps({field: value for field, value in config.items() if field not in ("seed", "out")})
+        # The demo has a base model for each seed, in a folder named for it.
+        same = re.sub(rf"-{config.get('seed', '')}(?=[\"/])", "-SEED", same)
+        groups.setdefault(same if config else str(run), []).append(run)
     for group in groups.values():
         names = [run.resolve().name for run in group]
         if len(group) > 1:  # seeds 10 and 11 both begin with 1

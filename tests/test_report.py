@@ -218,6 +218,9 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(seeds, tmp_pat
     assert list(report.recipes(bare).values()) == [[run] for run in bare]
     again = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1.0)
     assert list(report.recipes([*seeds, again]).values()) == [seeds[:2], seeds[2:], [again]]
+    own = [run_of(tmp_path / str(i), i, healthy(i), model="Qwen/Qwen2.5-0.5B", data=(f"base-{i}/d.jsonl",))
+           for i in (0, 1)]
+    assert list(report.recipes(own).values()) == [own]  # each seed has its own base model
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
