@@ -56,6 +56,8 @@ def user_errors(prog: str) -> Iterator[None]:
         line = f"{prog}: {e}"
         tell_torchrun(line)
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:  # a traceback would hide what came before
+        sys.exit(130)
     except BrokenPipeError:  # whoever read the output, such as head, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

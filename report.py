@@ -365,7 +365,7 @@ def _metrics_table(rows, pattern, *head):
 
 def _response(row):
     """A response as HTML. Where the row has log-probs and texts of its tokens, improbable ones are shaded."""
-    texts, logp = row.get("token_texts") or [], row.get("logp") or []
+    texts, logp = row.get("texts") or [], row.get("logps") or []
     if not texts or len(texts) != len(logp):
         return escape(row["response"])
     shades = [round(1 - math.exp(min(x or 0, 0)), 1) for x in logp]

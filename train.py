@@ -17,6 +17,7 @@ import gc
 import math
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -42,6 +43,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
         CONFIG = parse()
         check_trackers(CONFIG)
         check_paths(CONFIG)
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C; dist.handle_signals is for the training
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
@@ -402,11 +404,11 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
-    rows = []
+    rows, tokenizer = [], run.engine.tokenizer if cfg.save_logps else None
     for s in samples:
         if s.prompt_id < SAVED_PROMPTS or not some:
             advantage = {"advantage": s.advantage} if cfg.compares_samples else {}
-            rows.append(sample_row(s, batch[s.prompt_id], cfg.save_logps) | advantage)
+            rows.append(sample_row(s, batch[s.prompt_id], tokenizer) | advantage)
     run.log.rows("samples", step, dist.gather_rows(rows))
 
 

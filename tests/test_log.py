@@ -487,7 +487,9 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
     check_rows(read_jsonl(tmp_path / "all" / "samples" / "step_000000.jsonl"), cfg, in_training=True)
     check_rows(read_jsonl(tmp_path / "all" / "eval" / "step_000000.jsonl"), cfg, in_training=False)
     row = read_jsonl(tmp_path / "some" / "samples" / "step_000000.jsonl")[0]
-    assert not {"ids", "logps"} & set(row)
+    assert not {"ids", "texts", "logps"} & set(row)
+    row = read_jsonl(tmp_path / "all" / "samples" / "step_000000.jsonl")[0]
+    assert len(row["texts"]) == len(row["ids"]) and "".join(row["texts"][:3]) == row["response"][:3]
     step = "ckpt/step_000001"
     shutil.copytree(tmp_path / "some" / step, tmp_path / "more" / step)
     run(dataclasses.replace(cfg, **everything), tmp_path / "more")

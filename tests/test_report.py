@@ -355,7 +355,7 @@ def test_tokens_are_shaded_by_their_log_prob_and_stay_text(tmp_path):
     """Only where a row has the tokens' texts. An advantage is shown where there is one."""
     texts = ["<script>", "alert(1)", "</script>", "&amp;"]
     logp = [0.0, -0.2, -1.0, -9.0]
-    rows = [sample(0, 0, True, "".join(texts), advantage=-0.51234, logp=logp, token_texts=texts),
+    rows = [sample(0, 0, True, "".join(texts), advantage=-0.51234, logps=logp, texts=texts),
             sample(0, 1, False, "no texts <i>", logp=[-1.0]), sample(1, 0, True, "plain", advantage=None)]
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/step_000000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
