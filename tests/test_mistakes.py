@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -123,3 +124,16 @@ def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monke
 
 def test_there_are_many():
     assert len(AT_ONCE) + len(ON_RANKS) >= 50
+
+
+@pytest.mark.parametrize("wait", ["loading", "problems from"])
+def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
+    """While torch is imported, and while the run is prepared. No folder is left."""
+    command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
+               "--eval_data", *base.data, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while wait not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said and not (tmp_path / "new").exists(), said
