@@ -117,6 +117,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
+    loss_tokens: Tensor  # (L,) indices of these tokens; made on the host, where their number is known
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
@@ -527,8 +528,8 @@ def pack(samples: Sequence[Sample]) -> Pack:
     if not samples:
         zero = torch.zeros(1)
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero, zero, zero, zero, longest=1,
-                    responses=0, unique=zero.long(), inverse=zero.long())
+        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero[:0].long(), zero, zero, zero,
+                    zero, longest=1, responses=0, unique=zero.long(), inverse=zero.long())
     lengths = np.array([s.length for s in samples])
     ends = lengths.cumsum()
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -538,11 +539,13 @@ def pack(samples: Sequence[Sample]) -> Pack:
     rewards[ends - 1] = [s.score for s in samples]
     segments = [np.array([*s.prompt, *s.ids], dtype=np.int64) for s in samples]
     unique, inverse = unique_prefixes(segments)
+    mask = response & np.repeat([s.in_loss for s in samples], lengths)
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
-        mask=response & np.repeat([s.in_loss for s in samples], lengths),
+        mask=mask,
+        loss_tokens=mask.nonzero()[0],
         engine_logp=logp,
         rewards=rewards,
         advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response,

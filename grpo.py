@@ -114,5 +114,5 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
     """(T,) sum of x over the segment of each token."""
-    sums = x.new_zeros(int(segment[-1]) + 1).index_add(0, segment, x)
+    sums = torch.zeros_like(x).index_add(0, segment, x)  # there are no more segments than tokens
     return sums[segment]

@@ -10,6 +10,7 @@ report.py.
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -36,6 +37,11 @@ NAN = float("nan")  # a metric that no row has; every comparison with it is fals
 BINS = torch.logspace(-9, 2, 1101)
 
 
+@functools.cache
+def _edges(device):
+    return BINS[:-1].to(device)
+
+
 class Meter:
     """Collects one rank's part of a step's metrics. Sums and counts are float64 tensors on `device`, so
     adding never waits for the device. Every rank must add the same names, with zeros where it has nothing."""
@@ -47,7 +53,9 @@ class Meter:
         self.peaks = {}
 
     def _double(self, x):
-        return torch.as_tensor(x, dtype=torch.float64, device=self.device).detach()
+        if isinstance(x, Tensor):
+            return x.detach().to(self.device, torch.float64)
+        return torch.full((), x, dtype=torch.float64, device=self.device)  # a copy from the host would wait
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1.0) -> None:
         """Add to the numerator and the denominator of the mean `name`. A metric that is a pure sum has
@@ -69,8 +77,9 @@ class Meter:
         2.3 %) and name/max."""
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
-        bins = torch.bucketize(x, BINS[:-1].to(x.device))  # the last bin also takes what is larger
-        self.sums[f"{name}/p99"] += self._double(torch.bincount(bins, minlength=len(BINS)))
+        bins = torch.bucketize(x, _edges(x.device))  # the last bin also takes what is larger
+        counts = torch.zeros(len(BINS), dtype=torch.float64, device=x.device)  # bincount waits for the device
+        self.sums[f"{name}/p99"] += self._double(counts.index_add(0, bins, torch.ones_like(x).double()))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
         """The metrics over all ranks. `all_sum` and `all_max` map a rank's tensor to that of all ranks;

@@ -387,7 +387,7 @@ class Policy(PackModel):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
         """See `logprobs`. The head computes no other tokens than those in pack.mask."""
-        at = pack.mask.nonzero()[:, 0]
+        at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
         return zero.index_put((at,), logp), zero.index_put((at,), entropy)
@@ -403,7 +403,7 @@ class Critic(PackModel):
 
     def forward(self, pack: Pack) -> Tensor:
         """See `values`."""
-        at = pack.mask.nonzero()[:, 0]
+        at = pack.loss_tokens
         value = self.score(self.hidden_before(pack, at))[:, 0].float()
         return value.new_zeros(len(pack.tokens)).index_put((at,), value)
 

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 
-def segment_ids(cu_seqlens: Tensor) -> Tensor:
-    """(T,) index of the segment that each token belongs to, from 0 to N-1."""
+def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(T,) index of the segment that each token belongs to, from 0 to N-1. tokens: T, so that nobody has to
+    ask the device for it."""
     lengths = cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    ids = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(ids, lengths, output_size=tokens)
 
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma: float = 1.0,
@@ -41,7 +43,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
-    segment = segment_ids(cu_seqlens)
+    segment = segment_ids(cu_seqlens, len(mask))
     step = (is_step.cumsum(0) - 1).clamp(min=0)  # of each token: the last step at or before it
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
@@ -54,11 +56,10 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # adv_t sums `reach` deltas. Each round adds the next `reach` of them, so the loop takes
-    # log2(longest segment) rounds, not one per token.
+    # adv_t sums `reach` deltas. Each round adds the next `reach` of them, so the loop takes log2(steps)
+    # rounds, not one per token.
     reach = 1
-    longest = int(cu_seqlens.diff().max())
-    while reach < min(longest, len(steps)):
+    while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
         reach *= 2
     zeros = torch.zeros_like(values)
@@ -67,8 +68,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     """(3,) float64: count, sum and sum of squares of x where `mask`. Add up those of all packs and ranks."""
-    x = x[mask].double()
-    return torch.stack([x.new_tensor(x.numel()), x.sum(), (x * x).sum()])
+    x = torch.where(mask, x, 0).double()
+    return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -76,9 +77,9 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
     `stats` (3,): the `whitening_stats` of everything that is whitened together, usually the whole step.
     """
-    count, total, squares = stats.tolist()
-    mean = total / max(count, 1)
-    std = max(squares / max(count, 1) - mean * mean, 0.0) ** 0.5
+    count, total, squares = stats.to(x.device)
+    mean = total / count.clamp(min=1)
+    std = (squares / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
     return torch.where(mask, (x - mean) / (std + 1e-8), 0)
 
 

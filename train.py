@@ -498,7 +498,7 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
         for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
-            x = x[p.mask].double()
+            x = x[p.loss_tokens].double()
             meter.add(name, x.sum(), len(x))
             meter.add(f"{name}²", (x * x).sum(), len(x))  # for the explained variance
         return replace(p, values=v, advantages=advantages, returns=returns)
@@ -524,7 +524,7 @@ def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
     """Response tokens and responses of an update over all ranks: the denominators of its losses."""
-    here = torch.tensor([sum(int(p.mask.sum()) for p in packs), sum(p.responses for p in packs)])
+    here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
     return max(tokens, 1), max(responses, 1)
 
@@ -549,10 +549,9 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
                 meter.add(f"lr/{role.name}", lr, 1)
                 for p in packs:
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
-                    if not bar.disable:
+                    if bar.update():  # drawn again, ten times a second at most: reading a number is a wait
                         bar.set_postfix({label: f"{meter.mean(metric):.3g}"
                                          for label, metric in BARS[role.name].items()})
-                    bar.update()
                 if role.name == "policy":
                     check_gap(meter, cfg)
                 update(role, packs, lr, step, cfg, meter, log)
@@ -562,7 +561,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """A pack's part of its update's value loss. `tokens`: the update's response tokens over all ranks."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
-    meter.add("value_loss", loss * tokens, p.mask.sum())
+    meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
 
@@ -579,12 +578,12 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
         loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
                                         weight)
     else:
-        segment = ppo.segment_ids(p.cu_seqlens)
+        segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
                                      cfg.max_response_len, p.prompt_share)
         loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
                                          cfg.clip_low, cfg.clip_high, weight)
-    n = p.mask.sum()
+    n = len(p.loss_tokens)
     entropy = entropy.sum()
     meter.add("policy_loss", loss * tokens, n)
     meter.add("clip_share", clipped, n)
@@ -610,7 +609,7 @@ def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
     """Add the gap between the engine's log-probs and the trainer's, and the weights that correct it. `logp`
     (T,): the policy's before the step's first update."""
-    gap = (logp - p.engine_logp)[p.mask]
+    gap = (logp - p.engine_logp)[p.loss_tokens]
     weight = gap.exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap.abs())
     meter.add("tis/mean", weight.sum(), len(gap))

@@ -191,7 +191,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
         logp, _ = logprobs(policy, p, 1.0)
     noise = torch.randn(len(logp), generator=torch.Generator().manual_seed(0))
     p = replace(p, old_logp=torch.where(p.mask, logp + 0.5 * noise, 0))
-    tokens, segment, out = int(p.mask.sum()), ppo.segment_ids(p.cu_seqlens), {}
+    tokens, segment, out = int(p.mask.sum()), ppo.segment_ids(p.cu_seqlens, len(p.mask)), {}
     for kind in kinds:
         cfg = configured(model, "--ratio", kind, "--tis_clip", "None")
         policy.zero_grad()

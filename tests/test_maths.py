@@ -89,7 +89,7 @@ def test_gae_without_discount_is_score_minus_value():
         scores = normal(g, len(lengths))
         rewards[cu[1:].long() - 1] = scores
         adv, ret = ppo.gae(rewards, values, cu, mask)
-        score = scores[ppo.segment_ids(cu)]
+        score = scores[ppo.segment_ids(cu, int(cu[-1]))]
         close("score - V", adv[mask], (score - values)[mask])
         close("return = score", ret[mask], score[mask])
 
@@ -245,7 +245,7 @@ def test_grpo_family(name):
     tokens, responses, max_len = 31.0, 9.0, 50
     for seed in range(CASES):
         lengths, mask, cu, g = ragged(seed)
-        segment = ppo.segment_ids(cu)
+        segment = ppo.segment_ids(cu, int(cu[-1]))
         old = normal(g, len(mask))
         logp = old + scale * normal(g, len(mask))
         adv = normal(g, len(lengths))[segment]
