@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import Engine
-from model import Policy, Segments, has_window
+from model import Policy, Segments, has_window, rms_norm
 
 
 class Cache:
@@ -138,11 +138,6 @@ class FusedDecoder:
             scores.masked_fill_(~allowed, -torch.inf)
         out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
         return attention.o_proj(out.view(rows, -1))
-
-
-def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """x by one of Hugging Face's RMSNorm modules, in one call."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
