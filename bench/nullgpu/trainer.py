@@ -1,0 +1,235 @@
+"""Runs the trainer's host side for one rank of many, on a CUDA device that computes nothing.
+
+    sh NULLGPU/run.sh python bench/nullgpu/trainer.py [--preset orz-7b] [--size 7b] [--world 32] [--packs 1]
+                                                      [flags of train.py]
+
+NULLGPU is the folder of a stub CUDA driver. It is not in this repository. Its setup.sh installs CUDA builds
+of torch and vLLM beside it; add NULLGPU to PYTHONPATH too. The stub counts memory against a capacity, kernels
+do nothing, and copies to the host bring zeros. The process group is torch's fake one. Models have a real
+shape and no values.
+
+So this shows shapes, memory by torch's real allocator, which kernels are launched, copies, waits and
+collectives. It shows no number that a GPU computes, no time that a GPU takes, and nothing of NCCL.
+
+Prints one JSON line a phase, of this rank:
+    sync             weights are gathered for the engine
+    on, off          a model's state moves to the device and back
+    values           the critic's forward passes
+    critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
+
+    *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved
+    flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
+    index_add        launches of atomic additions, whose order on a GPU is not fixed
+    waits            times that the host waits for the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import nullgpu
+import numpy as np
+import torch
+import torch.distributed as td
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import configs
+import data
+import dist
+import model
+import ppo
+import train
+from bench.shape import config_of
+from log import Meter
+
+GIB = 2**30
+
+
+# --- values that code reads from the device, which has zeros
+
+HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> the same on the host
+
+
+def host_values() -> None:
+    """Take what decides the sizes of tensors, segments' lengths and masks, from the host."""
+    nonzero, cpu, segment_ids = Tensor.nonzero, Tensor.cpu, ppo.segment_ids
+
+    def known(x):
+        return HOST.get(x.data_ptr()) if x.is_cuda else None
+
+    def of_host(function):
+        def call(x, *args, **kwargs):
+            host = known(x)
+            return function(x, *args, **kwargs) if host is None else function(host).to(x.device)
+        return call
+
+    Tensor.nonzero, ppo.segment_ids = of_host(nonzero), of_host(segment_ids)
+    Tensor.cpu = lambda x, *args, **kwargs: cpu(x, *args, **kwargs) if known(x) is None else known(x)
+
+
+def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.device, seed: int) -> data.Pack:
+    """A pack of samples of --segment tokens, on the device; --group neighbours share their prompt."""
+    rng, samples = np.random.default_rng(seed), []
+    count = args.segment - args.prompt
+    for i in range(max(1, cfg.pack_len // args.segment)):
+        prompt_id, sample_id = divmod(i, args.group)
+        prompt = np.random.default_rng([seed, prompt_id]).integers(0, 1000, args.prompt)
+        ids = rng.integers(0, 1000, count).astype(np.int32)
+        samples.append(data.Sample(prompt_id, sample_id, tuple(prompt.tolist()), ids,
+                                   np.full(count, -1.0, np.float32), True, "", 0, reward=float(i % 2),
+                                   advantage=0.5))
+    host = data.pack(samples)
+    pack = host.to(device)
+    for name in ("mask", "cu_seqlens"):
+        HOST[getattr(pack, name).data_ptr()] = getattr(host, name)
+    return pack
+
+
+# --- the trainer, as train.py makes it
+
+
+def make_role(name: str, config, cfg: configs.Config, world: dist.World) -> train.Role:
+    """Policy or critic with its optimizer. As train.load_models, but no file is read."""
+    kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
+    with torch.device("meta"):
+        module = kind(config)
+    module = dist.shard(module, dist.mesh(world, cfg.shard_ranks), world.dtype, cfg.checkpoint_activations)
+    module.to_empty(device="cpu" if cfg.offload else world.device)
+    module.tie()
+    rotary, home = module.model.rotary_emb, next(module.parameters()).device
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # not rebuild_buffers: it reads values
+    return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
+
+
+class Log:
+    """What train_role needs of a Logger."""
+
+    disable = True
+
+    def bar(self, *_):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def update(self, *_):
+        pass
+
+    def alarm(self, text, *_):
+        say({"alarm": text})
+
+
+# --- the measurement
+
+
+def say(row: dict) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def launches(*words: str) -> int:
+    """Launches since the phase began, of kernels whose name has one of the words."""
+    return sum(n for name, n in nullgpu.kernels() if any(word in name for word in words))
+
+
+class Phases:
+    """Measures phases and prints their figures."""
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        nullgpu.reset()
+        self.start = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        torch.cuda.synchronize()
+        seen, calls = nullgpu.counters(), nullgpu.calls
+        memory = {"peak": torch.cuda.max_memory_allocated() / GIB,
+                  "reserved": torch.cuda.max_memory_reserved() / GIB,
+                  "stays": torch.cuda.memory_allocated() / GIB, "driver_peak": seen["peak_gib"]}
+        moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
+                 if k.endswith("_bytes") and n > 2**20}
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # not this one
+        kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
+        say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
+             "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels, "waits": waits,
+             "collectives": sum(n for k, n in calls.items() if not k.endswith("_bytes")),
+             "out_of_memory": seen["oom"], "host_s": round(time.perf_counter() - self.start, 2)})
+        self.begin()
+
+
+def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
+    """Gather all weights, as for the engine."""
+    torch.cuda.empty_cache()
+    phases.begin()
+    for name, weight in dist.full_weights(policy.model, world.device):
+        assert weight.is_cuda and weight.dtype == world.dtype and type(weight) is Tensor, name
+    phases.end("sync")
+
+
+def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
+                phases: Phases) -> None:
+    """Two steps' updates of a role."""
+    count = args.updates if role.name == "critic" else 1
+    cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
+    loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
+    for i in range(2):
+        HOST.clear()
+        packs = [[make_pack(args, cfg, world.device, 10 * u + k) for k in range(args.packs)]
+                 for u in range(count)]
+        torch.cuda.empty_cache()
+        phases.begin()
+        with train.resident(role, world, cfg):
+            phases.end(f"{role.name} on[{i}]")
+            if role.name == "critic":
+                packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
+                phases.end(f"values[{i}]")
+            train.train_role(role, loss, packs, 0, cfg, Meter(world.device), Log())
+            phases.end(f"{role.name}[{i}]")
+        phases.end(f"{role.name} off[{i}]")
+
+
+def parse() -> tuple[argparse.Namespace, configs.Config]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="orz-7b")
+    parser.add_argument("--size", default="7b", help="a shape that bench/shape.py knows")
+    for name, value in dict(layers=0, world=32, packs=1, updates=2, segment=2048, prompt=192,
+                            group=1).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args, flags = parser.parse_known_args()
+    production = args.world == 32 and args.preset.startswith("orz")
+    layout = ["--layout", "production"] * production
+    return args, configs.parse([args.preset, *layout, "--model", args.size, *flags], "trainer.py")
+
+
+def main() -> None:
+    args, cfg = parse()
+    os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
+    torch.cuda.set_device(0)
+    td.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
+    nullgpu.collectives()
+    host_values()
+    dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
+    world, phases = dist.World(0, args.world, torch.device("cuda", 0), dtype), Phases()
+    config = config_of(args.size, args.layers)
+    say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
+         **vars(args), "dtype": str(dtype), "pack_len": cfg.pack_len})
+    policy = make_role("policy", config, cfg, world)
+    run_sync(policy, world, phases)
+    for role in ([make_role("critic", config, cfg, world)] if cfg.algo == "ppo" else []) + [policy]:
+        run_updates(role, args, cfg, world, phases)
+    nullgpu.quit()
+
+
+if __name__ == "__main__":
+    main()
