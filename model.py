@@ -2,8 +2,8 @@
 
 A Policy or Critic holds the backbone as `.model` and its head beside it, under the names of Hugging Face's
 own classes. So state dicts, exports and vLLM's loader need no renaming. Attention is one registered function.
-It serves packed training (varlen kernel on CUDA, padded rows on a CPU) and the torch engine's cached
-decoding.
+It serves packed training (varlen kernel on CUDA, padded rows on a CPU and in fp32) and the torch engine's
+cached decoding.
 
     policy = load_policy("path/to/Qwen2.5-7B")
     logp, entropy = logprobs(policy, pack, temperature=1.0)      # (T,) each, fp32
@@ -121,8 +121,8 @@ class Segments:
     the layout, `outputs` (U,) from which slot each token's output is read. None means that layout and unique
     tokens are the same.
 
-    On CUDA the slots are the pack's T tokens and `cu_seqlens` separates the segments. On a CPU they are
-    padded rows, in blocks of (segments, columns) whose segments have similar lengths:
+    On CUDA the slots are the pack's T tokens and `cu_seqlens` separates the segments. On a CPU, and in fp32,
+    they are padded rows, in blocks of (segments, columns) whose segments have similar lengths:
 
         segments    p q a | p q b c | p q r s t u        U = 9: p q a b c r s t u
         block 1     p q a .
@@ -135,12 +135,16 @@ class Segments:
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
         """cu_seqlens (N+1,), longest, unique (U,) and inverse (T,) as in Pack; without `unique` U = T."""
-        # On CUDA slot t is token t of the pack.
+        # Until `pad` is called, slot t is token t of the pack.
         self.cu_seqlens, self.longest, self.slots, self.outputs = cu_seqlens, longest, inverse, unique
         self.blocks = []
-        if cu_seqlens.device.type != "cpu":
-            return
-        lengths, starts, used = cu_seqlens.diff().long(), cu_seqlens[:-1].long(), 0
+
+    def pad(self) -> None:
+        """Change the layout to padded rows. Their sizes depend on the lengths, so they are made on the
+        host."""
+        unique, inverse, device = self.outputs, self.slots, self.cu_seqlens.device
+        ends = self.cu_seqlens.cpu()
+        lengths, starts, used = ends.diff().long(), ends[:-1].long(), 0
         # Segments between two powers of 2 share a block, so padding at most doubles a row.
         size = lengths.clamp(min=16).double().log2().ceil()
         slot = torch.empty(int(lengths.sum()), dtype=torch.int64)  # of each of the T tokens
@@ -151,8 +155,9 @@ class Segments:
             slot[(start[:, None] + column)[is_token]] = used + is_token.flatten().nonzero()[:, 0]
             self.blocks.append(tuple(is_token.shape))
             used += is_token.numel()
-        token = torch.arange(len(slot)) if inverse is None else inverse
-        self.slots = torch.zeros(used, dtype=torch.int64).index_copy(0, slot, token)
+        slot = slot.to(device)
+        token = torch.arange(len(slot), device=device) if inverse is None else inverse
+        self.slots = torch.zeros(used, dtype=torch.int64, device=device).index_copy(0, slot, token)
         self.outputs = slot if unique is None else slot[unique]
 
 
@@ -170,10 +175,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
         key, value, allowed = cache.read(module.layer_idx, sliding_window)
         out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
+    flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes bf16 and fp16 alone
+    if not (flash or segments.blocks):
+        segments.pad()
     qkv = [x[0].transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if segments.slots is not None:  # index_select: on a CPU the gradient of indexing takes four times as long
         qkv = [x.index_select(0, segments.slots) for x in qkv]
-    attend = _varlen if query.is_cuda else _padded
+    attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
 
@@ -203,16 +211,18 @@ def _padded(query, key, value, segments, scaling, window):
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     for shape, *block in zip(segments.blocks, *(x.split(sizes) for x in (query, key, value)), strict=True):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in block)  # (rows, heads, columns, d)
-        mask = _window_mask(shape[1], window) if window and window < shape[1] else None
+        if q.is_cuda:  # with fewer heads of keys it would keep all scores of a row: memory by its square
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        mask = _window_mask(shape[1], window, q.device) if window and window < shape[1] else None
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                              enable_gqa=True)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
 
-def _window_mask(columns, window):
+def _window_mask(columns, window, device):
     """(columns, columns): whether the row's token attends to the column's."""
-    column = torch.arange(columns)
+    column = torch.arange(columns, device=device)
     distance = column[:, None] - column
     return (distance >= 0) & (distance < window)
 
