@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,45 @@ def has_window(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "sliding_window", None)) and (not types or "sliding_attention" in types)
 
 
+# --- rows that are used several times
+
+
+class CopyRows(torch.autograd.Function):
+    """The rows `index` (S,) of x (U, …). A row's gradient is the sum of its copies' gradients, in fp32 and in
+    the order of `index`. On CUDA index_select would add them in x's dtype, in any order.
+
+    `groups()` is called in backward. It returns order and offsets as `grouped` does; without offsets (None)
+    the copy order[u] of row u is the only one with a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, index, groups):
+        ctx.groups = groups
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, g):
+        order, offsets = ctx.groups()
+        g = g.index_select(0, order)
+        if offsets is None:
+            return g, None, None
+        total = torch.segment_reduce(g.float().flatten(1), "sum", offsets=offsets)
+        return total.to(g.dtype).unflatten(1, g.shape[1:]), None, None
+
+
+def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Positions (S,) in `index` sorted by value, and offsets (count + 1,): those of the value u are
+    order[offsets[u]:offsets[u + 1]]."""
+    order = index.argsort(stable=True)
+    return order, torch.searchsorted(index[order], torch.arange(count + 1, device=index.device))
+
+
+def copy_rows(x: Tensor, index: Tensor, groups: Callable[[], tuple[Tensor, Tensor | None]]) -> Tensor:
+    """See CopyRows. A CPU adds exactly by itself, and faster."""
+    if x.device.type == "cpu" and x.dtype != torch.bfloat16:
+        return x.index_select(0, index)
+    return CopyRows.apply(x, index, groups)
+
+
 # --- attention
 
 
@@ -135,15 +174,17 @@ class Segments:
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
         """cu_seqlens (N+1,), longest, unique (U,) and inverse (T,) as in Pack; without `unique` U = T."""
+        if unique is not None and len(unique) == len(inverse):  # nothing is shared, so nothing is copied
+            unique = inverse = None
         # Until `pad` is called, slot t is token t of the pack.
         self.cu_seqlens, self.longest, self.slots, self.outputs = cu_seqlens, longest, inverse, unique
-        self.blocks = []
+        self.unique, self.inverse, self.blocks = unique, inverse, []
+        self.slot = None  # (T,) of each token, once there are padded rows
 
     def pad(self) -> None:
         """Change the layout to padded rows. Their sizes depend on the lengths, so they are made on the
         host."""
-        unique, inverse, device = self.outputs, self.slots, self.cu_seqlens.device
-        ends = self.cu_seqlens.cpu()
+        device, ends = self.cu_seqlens.device, self.cu_seqlens.cpu()
         lengths, starts, used = ends.diff().long(), ends[:-1].long(), 0
         # Segments between two powers of 2 share a block, so padding at most doubles a row.
         size = lengths.clamp(min=16).double().log2().ceil()
@@ -155,10 +196,24 @@ class Segments:
             slot[(start[:, None] + column)[is_token]] = used + is_token.flatten().nonzero()[:, 0]
             self.blocks.append(tuple(is_token.shape))
             used += is_token.numel()
-        slot = slot.to(device)
-        token = torch.arange(len(slot), device=device) if inverse is None else inverse
+        self.slot = slot = slot.to(device)
+        token = torch.arange(len(slot), device=device) if self.inverse is None else self.inverse
         self.slots = torch.zeros(used, dtype=torch.int64, device=device).index_copy(0, slot, token)
-        self.outputs = slot if unique is None else slot[unique]
+        self.outputs = slot if self.unique is None else slot[self.unique]
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """The slots of each unique token, as `grouped` returns them. Needs `unique`."""
+        order, offsets = grouped(self.inverse, len(self.unique))
+        return (order if self.slot is None else self.slot[order]), offsets
+
+    def lay_out(self, x: Tensor, is_query: bool = False) -> Tensor:
+        """x (U, heads, d) in the layout, (S, heads, d)."""
+        if self.slots is None:
+            return x
+        # Only one output of each unique token is read, so only one copy of its query has a gradient.
+        once = is_query or self.unique is None
+        return copy_rows(x, self.slots, lambda: (self.outputs, None) if once else self.copies)
 
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -178,9 +233,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes bf16 and fp16 alone
     if not (flash or segments.blocks):
         segments.pad()
-    qkv = [x[0].transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
-    if segments.slots is not None:  # index_select: on a CPU the gradient of indexing takes four times as long
-        qkv = [x.index_select(0, segments.slots) for x in qkv]
+    qkv = [segments.lay_out(x[0].transpose(0, 1), x is query) for x in (query, key, value)]
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
@@ -352,7 +405,8 @@ class PackModel(nn.Module):
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
-        return hidden.index_select(0, pack.inverse[at - 1])
+        before = pack.inverse[at - 1]
+        return copy_rows(hidden, before, lambda: grouped(before, len(hidden)))
 
     def allocate(self, device: Device) -> None:
         """Memory on `device` for a model on the meta device. Tied parameters are shared and buffers have

@@ -19,7 +19,8 @@ Prints one JSON line a phase, of this rank:
 
     *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
-    index_add        launches of atomic additions, whose order on a GPU is not fixed
+    index_add        launches of atomic additions. Their order is not fixed on a GPU, which matters where rows
+                     of the index are repeated; those of attention's outputs are not
     waits            times that the host waits for the device
 """
 
