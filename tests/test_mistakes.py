@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 import ranks
 from conftest import ROOT, run_ranks
+
+import engine_vllm
+from configs import UserError
 
 # What is typed after `train.py`; a part of the answer. These are answered without torch.
 AT_ONCE = {
@@ -137,3 +142,20 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said and not (tmp_path / "new").exists(), said
+
+
+@pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),
+                                          ("0.32.0", True), ("0.32.1+cpu", True)])
+def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
+    """Only vLLM 0.32 is taken. The module that is imported is a stand-in with another version."""
+    vllm = types.ModuleType("vllm")
+    vllm.__version__, vllm.LLM = version, object
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "0")  # else they stay set
+    if fits:
+        assert engine_vllm._import_vllm() is object
+    else:
+        with pytest.raises(UserError, match=rf"^--engine vllm, and vllm is {re.escape(version)}; needed: "
+                                            r"pip install -r requirements.txt \(vllm 0.32\), or --engine"):
+            engine_vllm._import_vllm()
