@@ -226,7 +226,7 @@ def test_every_flag_exists():
     sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]
     scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
-    known = ours | switches | scripts | theirs | SLURM | {"logdir", "help"}
+    known = ours | switches | scripts | theirs | SLURM | {"logdir", "help", "ipc"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
