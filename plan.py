@@ -26,6 +26,7 @@ CHUNKS_ALIVE = 3  # chunks alive at once, of CHUNK_BYTES each, while model.py ma
 SAMPLER_COPIES = 6  # an engine's sampler takes its fp32 logits so many times
 GPU_OVERHEAD = 1.5 * GIB  # per GPU, outside PyTorch's allocator: CUDA's context, NCCL's buffers
 ENGINE_BUFFERS = 1.5 * GIB  # vLLM's activations and CUDA graphs, without its sampler
+SLEEPING_ENGINE = 0.5 * GIB  # what vLLM keeps of a GPU at sleep level 2, without CUDA graphs; 0.48 for a 7B
 LIBRARIES = 5 * GIB  # host memory of one rank's libraries: torch, CUDA, vLLM
 DISCOUNT = 0.85  # discount on estimated terms: a run is refused only if this share of them doesn't fit
 ESTIMATED = ("gathered weights", "activations", "logits", "whole gradients", "AdamW's step")
@@ -273,6 +274,13 @@ def _engine_memory(case):
     return {"engine weights": weights, "engine buffers": buffers, "KV cache": cache}
 
 
+def _sync_copies(case):
+    """Bytes that engine_vllm.py copies of embedding and head, which FSDP would free too early for vLLM."""
+    policy = case.policy
+    copied = case.vllm and (policy.tied or policy.vocab % (64 * case.cfg.tp))
+    return case.number * policy.vocab * policy.hidden * (2 - policy.tied) if copied else 0
+
+
 def memory(case: Case) -> list[tuple[str, Usage]]:
     """The instants of a step, in its order: the phase (sync, rollout, or the model in update), and the items
     with their "total"."""
@@ -281,8 +289,11 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     # Sync gathers a layer or the root at a time: a buffer and the weights.
     largest = max(policy.policy - policy.layers * policy.layer, policy.layer)
     sync = {"weights": 4 * policy.policy / case.shards, "gathered weights": 2 * case.number * largest}
-    instants = [("sync", sync | weights), ("rollout", engine)]
-    asleep = {} if case.vllm else weights  # vLLM frees its weights while it sleeps
+    if _sync_copies(case):
+        sync["embedding's copy"] = _sync_copies(case)
+    residual = {"sleeping engine": SLEEPING_ENGINE} if case.vllm and case.gpu else {}
+    instants = [("sync", sync | weights | residual), ("rollout", engine)]
+    asleep = residual if case.vllm else weights  # vLLM frees its weights while it sleeps
     for name in case.params:
         instants += [(name, usage | asleep) for usage in _update_instants(case, name)]
     for _, usage in instants:

@@ -145,6 +145,19 @@ def test_memory_of_a_7b_by_hand():
         assert max(usage.values()) <= total <= sum(usage.values())
 
 
+def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
+    """vLLM keeps 0.5 GiB of a GPU while it sleeps, and in a sync. engine_vllm.py copies the embedding where
+    it is the head, and embedding and head where vLLM pads their rows to a multiple of 64 on each rank."""
+    awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
+    for phase in ("sync", "policy", "critic"):
+        assert asleep[phase]["sleeping engine"] == plan.GIB / 2 and not awake[phase].get("sleeping engine")
+    assert asleep["rollout"]["sleeping engine"] == 0  # its share of the GPU has it
+    for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
+        shape = plan.KNOWN[size]
+        sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
+        assert sync.get("embedding's copy", 0.0) == 2 * rows * shape.vocab * shape.hidden, (size, tp)
+
+
 def test_a_critic_of_another_shape_is_counted_as_itself():
     """A small critic beside a 7B policy: its own parameters, no logits, fewer bytes, fewer seconds."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
