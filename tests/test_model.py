@@ -124,6 +124,29 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
         assert error <= 1.2 * of_copies
 
 
+def test_copied_rows_get_the_sum_of_their_copies_gradients():
+    """Against index_select in fp64. Rows are copied up to 40 times, and some never. Equal bit by bit where
+    other rows are copied in between."""
+    g = torch.Generator().manual_seed(0)
+    x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
+    index[:40] = 7
+    grad = torch.randn(200, 3, 5, generator=g)
+
+    def gradient(index, grad, function):
+        leaf = x.to(grad.dtype).requires_grad_()
+        return torch.autograd.grad(function(leaf, index), leaf, grad)[0]
+
+    def copied(x, index):
+        return model.CopyRows.apply(x, index, lambda: model.grouped(index, len(x)))
+
+    got = gradient(index, grad, copied)
+    want = gradient(index, grad.double(), lambda x, index: x.index_select(0, index))
+    assert (got - want).abs().max() < 1e-5 and not got[20:].any()
+    more = torch.stack([index, torch.full_like(index, 25)], 1).flatten()
+    again = gradient(more, grad.repeat_interleave(2, 0), copied)
+    assert torch.equal(again[:20], got[:20])
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
     """Values and gradients, with chunks of one token, of seven, and of all."""
