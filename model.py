@@ -143,7 +143,7 @@ def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def copy_rows(x: Tensor, index: Tensor, groups: Callable[[], tuple[Tensor, Tensor | None]]) -> Tensor:
-    """See CopyRows. A CPU adds exactly by itself, and faster."""
+    """See CopyRows. In fp32 a CPU adds in a fixed order by itself, and faster."""
     if x.device.type == "cpu" and x.dtype != torch.bfloat16:
         return x.index_select(0, index)
     return CopyRows.apply(x, index, groups)
