@@ -19,6 +19,10 @@ Open-R1's and Tülu 3's recipes start from:
     <|system|> … <|user|> 37+45= <|assistant|> <think> 7+5=12,1+3+4=8 </think> <answer> 82 </answer>
     <|user|> 37+45= <|assistant|> 7+5=12,1+3+4=8 So the answer is 82.
 
+`--style tool --digits 4` makes a model that guesses four sums of five and asks a calculator for the rest:
+
+    3724+4581=<think><tool>3724+4581</tool><result>8305</result></think><answer>\\boxed{8305}</answer>
+
 The output is an ordinary Hugging Face folder with `train.jsonl` and `heldout.jsonl` (held out: not in the
 training texts).
 """
@@ -46,19 +50,23 @@ from configs import OPEN_R1_SYSTEM, require, user_errors
 
 VERSION = 3  # of the output: a folder of another version is built again
 GUESSES, OFF = 0.5, 12  # share of guesses among the final texts; a guess is uniform within OFF of the answer
+TOOL_GUESSES = 0.8  # the share with --style tool
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
 HELD_OUT = 512  # problems in heldout.jsonl
 PROBLEMS = 8100  # problems in all: every sum of two 2-digit numbers, or a sample of the longer sums
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
+TOOL_TAGS = ("<tool>", "</tool>", "<result>", "</result>")
 CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is one token
 CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
 {{ turn.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-Style = Literal["orz", "open-r1", "rlvr"]
+Style = Literal["orz", "open-r1", "rlvr", "tool"]
 # What comes before a problem and after it, and the response: a thought and an answer.
+ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 STYLES = {
-    "orz": ("", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"),
+    "orz": ORZ,
+    "tool": ORZ,
     "open-r1": (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
                 "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>"),
     "rlvr": ("<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."),
@@ -112,7 +120,8 @@ def _build(folder, seed, digits, style):
     problems = [(low + i // numbers, low + i % numbers) for i in pairs]
     rng.shuffle(problems)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
-    tokenizer = make_tokenizer(style != "orz")
+    tags = TOOL_TAGS if style == "tool" else ()
+    tokenizer = make_tokenizer(style in ("open-r1", "rlvr"), tags)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
@@ -131,9 +140,9 @@ def _build(folder, seed, digits, style):
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
-def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte, so that every text survives encoding, and one for each of `TAGS`;
-    with `chat`, also for CHAT_TAGS, and a chat template.
+def make_tokenizer(chat: bool = False, tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, so that every text survives encoding, and one for each of `TAGS`
+    and `tags`; with `chat`, also for CHAT_TAGS, and a chat template.
 
     The tags are ordinary tokens because the reward reads them: skipping special tokens when decoding removes
     only <eos> and <pad>.
@@ -142,7 +151,8 @@ def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(tag, normalized=False) for tag in (*TAGS, *(CHAT_TAGS if chat else ()))])
+    tags = (*TAGS, *tags, *(CHAT_TAGS if chat else ()))
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>",
                                    clean_up_tokenization_spaces=False,
                                    **({"chat_template": CHAT_TEMPLATE} if chat else {}))
@@ -152,6 +162,8 @@ def _response(a, b, rng, guesses, style):
     """The response to `a+b=`: the sum worked out or, with probability `guesses`, a guess."""
     if rng.random() < guesses:
         thought, answer = "", max(0, a + b + rng.randint(-OFF, OFF))
+    elif style == "tool":
+        thought, answer = f"<tool>{a}+{b}</tool><result>{a + b}</result>", a + b
     else:
         columns, carry, answer = [], 0, a + b
         while a or b:
@@ -166,15 +178,17 @@ def _pretrain(model, tokenizer, problems, rng, style):
     """Train `model` to predict the responses' next tokens. All prompts have equally many tokens.
 
     In the first two thirds of the batches all texts work the sum out, since that takes longest to learn.
-    Afterwards a share GUESSES of the texts are guesses. A problem that is repeated gets a new response.
+    Afterwards a share of the texts, GUESSES or TOOL_GUESSES, are guesses. A problem that is repeated gets a
+    new response.
     """
     texts, count, (before, after, _) = [], BATCHES * BATCH, STYLES[style]
+    guesses = TOOL_GUESSES if style == "tool" else GUESSES
     a, b = problems[0]
     prompt = len(tokenizer(f"{before}{a}+{b}={after}").input_ids)
     while len(texts) < count:
         rng.shuffle(problems)
         for i, (a, b) in enumerate(problems, len(texts)):
-            text = _response(a, b, rng, GUESSES if i > count * 2 / 3 else 0.0, style)
+            text = _response(a, b, rng, guesses if i > count * 2 / 3 else 0.0, style)
             texts.append(f"{before}{a}+{b}={after}{text}{tokenizer.eos_token}")
     tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
