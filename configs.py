@@ -118,6 +118,8 @@ class Config:
     system_prompt: str = ""  # system turn of the chat template, for rows without one
     extractor: tuple[str, ...] = ("orz",)  # what finds the answer in a response; DATASET=NAME for its rows
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
+    env: str = ""  # FILE.py:FUNCTION that answers each turn of a response; empty: responses have one turn
+    max_turns: Count = 8  # turns of a response, with --env
     seed: Amount = 0  # the only source of randomness
     out: str = ""  # the run's folder; empty: runs/PRESET
 
@@ -240,6 +242,8 @@ class Config:
         require(not self.start_from or self.resume in ("auto", "never"),
                 f"--start_from {self.start_from} and --resume {self.resume} are two starts",
                 "one of them: --resume continues the same run, --start_from begins another")
+        require(not self.env or self.tp == 1, f"--env {self.env} with --tp {self.tp}",
+                "--tp 1: ranks of one engine do not agree on turns")
         require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")
@@ -571,6 +575,7 @@ EFFECTS = (
      "--algo ppo, or --advantage return_whiten"),
     ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
     ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("start_moments", lambda c: c.start_from != "", "--start_from"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),

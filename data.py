@@ -71,13 +71,13 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; text is never
-    re-tokenised."""
+    re-tokenised. With --env, segments that the policy sampled and texts of the environment alternate."""
 
     prompt_id: int  # which prompt of the step's batch
     sample_id: int  # which of the prompt's samples
     prompt: tuple[int, ...]
-    ids: np.ndarray  # (L,) int32 response tokens, with those of the stop string or EOS
-    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature
+    ids: np.ndarray  # (L,) int32 response tokens of all segments, with those of the stop strings or EOS
+    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 where not sampled
     stopped: bool  # ended by EOS or a stop string, not by the length limit
     text: str  # the response, decoded
     version: int  # of the weights that sampled it
@@ -88,7 +88,9 @@ class Sample:
     weight: float = 1.0  # of the reward, in training
     parts: dict[str, float] = field(default_factory=dict)  # added to it, by name
     failed: tuple[str, ...] = ()  # graders whose function raised
-    in_loss: bool = True  # whether its tokens enter the loss
+    in_loss: bool = True  # whether its sampled tokens enter the loss
+    sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
+    turns: int = 1  # segments that the policy sampled
     advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
     prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
 
@@ -96,6 +98,11 @@ class Sample:
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.ids)
+
+    @property
+    def is_sampled(self) -> np.ndarray:
+        """(L,) bool: the response tokens that the policy sampled."""
+        return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
 
     @property
     def entered(self) -> dict[str, float]:
@@ -450,6 +457,26 @@ def _epoch(seed, epoch, groups):
     return drawn, rng.permutation(drawn)
 
 
+# --- trajectories
+
+
+def extended(before: Sample, segment: Sample) -> Sample:
+    """A trajectory with its next turn: `before`, and then `segment`, whose prompt is all of `before`."""
+    return replace(
+        segment, prompt_id=before.prompt_id, sample_id=before.sample_id, prompt=before.prompt,
+        ids=np.concatenate([before.ids, segment.ids]), logp=np.concatenate([before.logp, segment.logp]),
+        sampled=np.concatenate([before.is_sampled, segment.is_sampled]), text=before.text + segment.text,
+        turns=before.turns + 1)
+
+
+def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
+    """The trajectory with a text of the environment at its end. `ids`: the text's tokens."""
+    ids = np.array(ids, dtype=np.int32)
+    return replace(
+        s, ids=np.concatenate([s.ids, ids]), logp=np.concatenate([s.logp, np.zeros(len(ids), np.float32)]),
+        sampled=np.concatenate([s.is_sampled, np.zeros(len(ids), bool)]), text=s.text + text)
+
+
 # --- packs
 
 
@@ -536,10 +563,12 @@ def pack(samples: Sequence[Sample]) -> Pack:
     response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
     logp, rewards = np.zeros((2, ends[-1]), np.float32)
     logp[response] = np.concatenate([s.logp for s in samples])
+    sampled = np.zeros(ends[-1], bool)
+    sampled[response] = np.concatenate([s.is_sampled for s in samples])
     rewards[ends - 1] = [s.score for s in samples]
     segments = [np.array([*s.prompt, *s.ids], dtype=np.int64) for s in samples]
     unique, inverse = unique_prefixes(segments)
-    mask = response & np.repeat([s.in_loss for s in samples], lengths)
+    mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,
@@ -548,7 +577,7 @@ def pack(samples: Sequence[Sample]) -> Pack:
         loss_tokens=mask.nonzero()[0],
         engine_logp=logp,
         rewards=rewards,
-        advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * response,
+        advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled,
         prompt_share=np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths),
         unique=unique,
         inverse=inverse,

@@ -145,11 +145,12 @@ class Engine(abc.ABC):
         tensor is valid only until the next one is asked for."""
 
     @abc.abstractmethod
-    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float, max_tokens: int,
-                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float,
+                 max_tokens: int | Mapping[int, int], key: tuple[int, ...], version: int) -> Iterator[Sample]:
         """`n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), as they finish.
-        Temperature 0 is greedy. `key` seeds the randomness. Call self.check(version) first; it raises
-        RuntimeError on stale weights. Make samples with self.sample."""
+        `max_tokens` may be one number for each prompt: see response_limits. Temperature 0 is greedy. `key`
+        seeds the randomness. Call self.check(version) first; it raises RuntimeError on stale weights. Make
+        samples with self.sample."""
 
     def unload(self) -> None:  # noqa: B027  an engine may have nothing to give back
         """Give memory back at the end of `awake`."""
@@ -241,6 +242,14 @@ class Engine(abc.ABC):
         cfg = self.cfg
         length = cfg.model_len if max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(max_tokens, length - len(prompt))
+
+    def response_limits(self, prompts: Mapping[int, Sequence[int]],
+                        max_tokens: int | Mapping[int, int]) -> dict[int, int]:
+        """Largest response to each prompt, in tokens, by prompt_id. A mapping prompt_id -> tokens is taken as
+        it is: what is left of a trajectory's response_limit."""
+        if isinstance(max_tokens, Mapping):
+            return dict(max_tokens)
+        return {prompt_id: self.response_limit(ids, max_tokens) for prompt_id, ids in prompts.items()}
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:

@@ -170,15 +170,16 @@ class TorchEngine(Engine):
     def generate(self, prompts, n, temperature, max_tokens, key, version):
         self.check(version)
         longest_first = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
+        limits = self.response_limits(prompts, max_tokens)
         responses = [(prompt_id, i) for prompt_id in longest_first for i in range(n)]
         for start in range(0, len(responses), self.cfg.max_num_seqs):
             wave = responses[start:start + self.cfg.max_num_seqs]
-            yield from self._wave(wave, prompts, temperature, max_tokens, key)
+            yield from self._wave(wave, prompts, temperature, limits, key)
 
-    def _wave(self, wave, prompts, temperature, max_tokens, key):
+    def _wave(self, wave, prompts, temperature, limits, key):
         """Decode the responses (prompt_id, sample_id) of `wave` together, and yield each when it ends.
         `where` (B,) is the cache row of each response that is still running."""
-        limit = self._tensor([self.response_limit(prompts[p], max_tokens) for p, _ in wave])
+        limit = self._tensor([limits[p] for p, _ in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *response), steps) for response in wave]))
         cache, where, hidden = self._prefill([p for p, _ in wave], prompts, steps)

@@ -92,9 +92,10 @@ class VLLMEngine(Engine):
         """Queue the prompts, longest first. Returns the prompt_id of each request."""
         from vllm import SamplingParams
 
+        limits = self.response_limits(prompts, max_tokens)
         order = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
         params = [SamplingParams(
-            n=n, temperature=temperature, max_tokens=self.response_limit(prompts[p], max_tokens),
+            n=n, temperature=temperature, max_tokens=limits[p],
             seed=int(np.random.SeedSequence((*key, p)).generate_state(1, np.uint32)[0]), logprobs=0,
             stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
             skip_special_tokens=False) for p in order]

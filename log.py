@@ -102,9 +102,11 @@ class Meter:
 # --- what a step's samples were like
 
 
-def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str]) -> None:
+def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
+                    turns: bool = False) -> None:
     """Add the metrics of the step's samples: the mean of each list below, over all ranks. `parts`: names of
-    what enters their scores. A part that no sample has is left out."""
+    what enters their scores. A part that no sample has is left out. `turns`: responses may have several
+    (--env); their lengths count the environment's tokens too."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     metrics = {
         "reward": [s.reward for s in samples],
@@ -120,6 +122,9 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "reflections": [reflections(s.text) for s in samples],
         "repetition": [repetition(group[0].text) for group in groups],  # of one response each: it is slow
     }
+    if turns:
+        metrics["turns"] = [s.turns for s in samples]
+        metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
     for part in parts:  # a grader of one data set adds to the samples of that data set alone
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
@@ -459,10 +464,12 @@ score | reward | mean of what training maximises: the reward, times its weight, 
 reward/<part> | reward | mean of a weighted part over the samples that have it; see the notes
 reward/<part>/failed | share | of these samples, those for which the part's function raised; it is 0 then
 sample_len | tokens | mean length of prompt and response together
-response_len | tokens | mean length of the step's responses
+response_len | tokens | mean length of the step's responses; with `--env` of all turns and answers
 response_len/std | tokens | standard deviation of the length
 response_len/right | tokens | mean length of responses with a reward over 0
 response_len/wrong | tokens | mean length of the other responses
+response_len/sampled | tokens | mean number of the tokens that the policy sampled; only with `--env`
+turns | – | mean number of turns that the policy sampled in a response; only with `--env`
 truncated | share | responses that the length limit ended
 rollout_tail | share | of the sampling time, the part after 90 % of the responses have ended
 pass@n | share | prompts with a right sample among their `--samples_per_prompt`
@@ -473,8 +480,8 @@ grade/correct | share | samples whose answer is right
 grade/wrong | share | samples whose answer is wrong
 grade/unparsed | share | samples without a box in `<answer>`, or with over 2000 characters in it
 grade/truncated | share | samples that the length limit ended; they score 0 unread
-grade/timeout | share | samples whose grading took longer than `--grade_deadline`
-grade/error | share | samples whose grading raised an error
+grade/timeout | share | samples whose grading, or `--env`, took longer than `--grade_deadline`
+grade/error | share | samples whose grading, or `--env`, raised an error
 entropy | nats/token | mean entropy of the policy's next-token distribution
 policy_loss | – | the policy's loss, mean over the step's tokens; near 0 with one update a step
 value_loss | reward² | the critic's loss, mean over the step's tokens, each at its own update

@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from answers import (  # noqa: F401  (EXTRACTORS and extract_answer are for those who import reward)
     EXTRACTORS,
@@ -67,6 +68,8 @@ SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is so long, and parsing is slow
 MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
 CACHE = 16_384  # grades to remember by (answer, gold, kind): the samples of one prompt mostly agree
+MAX_REPLY = 200_000  # characters of an environment's text
+ASK = 5  # fields of a request to the environment; those to graders have 3 or 4
 CHUNK = 16  # most answers that a worker takes at once: each trip to it costs 0.2 ms
 LARGEST = 3.4028234e38  # absolute value of a custom reward: packs hold rewards as float32
 MAX_TASKS = 250  # chunks after which a fresh fork replaces a worker: sympy's caches grow
@@ -81,6 +84,15 @@ class Grade:
     reward: float
     reason: str
     answer: str | None
+
+
+class Reply(NamedTuple):
+    """What an environment (--env) returns after a turn. `text` goes into the response, and the policy writes
+    the next turn after it; None: the response is complete. `reward`: replaces the row's grade; None: it does
+    not. `done`: the response is complete, and `text` is left out. A str means Reply(text); None, Reply()."""
+    text: str | None = None
+    reward: float | None = None
+    done: bool = False
 
 
 # ANTLR builds its tables when it first meets a piece of grammar, which takes up to seconds. The server parses
@@ -189,21 +201,49 @@ def repetition(text: str, n: int = 3) -> float:
 
 # --- in a worker
 
-# What a worker calls by name: custom rewards, or the errors that loading them raised, with the file's folder.
-# Set before forking.
+# What a worker calls by name: custom rewards and the environment, or the errors that loading them raised,
+# with the file's folder. Set before forking.
 _customs = {}
 _modules = {}  # folder of a custom reward -> the modules beside it, by name
 
 
 def _score(text, gold, kind, custom=""):
     """The reward of an answer, or of a response where `custom` names a user's function."""
-    if not custom:
-        return grade(text, gold, kind)
+    value = float(_call(custom, text, gold, kind) if custom else grade(text, gold, kind))
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"the reward function returned {value}; needed: a finite float32")
+    return value
+
+
+def _call(custom, *arguments):
+    """What a user's function returns."""
     function, folder = _customs[custom]
     if isinstance(function, Exception):
         raise function
     with _beside(folder):
-        return function(text, gold, kind)
+        return function(*arguments)
+
+
+def _reply(env, problem, text, turn):
+    """The Reply of an environment. Raises an exception for one that can't be used."""
+    value = _call(env, problem, text, turn)
+    reply = Reply(*value) if isinstance(value, tuple) else Reply(value)
+    if reply.text is not None:
+        reply.text.encode()  # raises for what is no str, and for half of a surrogate pair
+        if len(reply.text) > MAX_REPLY:
+            raise ValueError(f"the environment's text has {len(reply.text)} characters, over {MAX_REPLY}")
+    reward = None if reply.reward is None else float(reply.reward)
+    if reward is not None and not abs(reward) <= LARGEST:
+        raise ValueError(f"the environment's reward is {reward}; needed: a finite float32")
+    return Reply(reply.text, reward, bool(reply.done))
+
+
+def _outcome(request):
+    """(value, reason) of a request: a reward or, with the reason "replied", a Reply."""
+    if len(request) == ASK:
+        return _reply(*request[1:]), "replied"
+    reward = _score(*request)
+    return reward, "correct" if reward > 0 else "wrong"
 
 
 @contextmanager
@@ -232,8 +272,8 @@ def _lies_in(folder, name):
 
 
 def _grade_chunk(requests, deadline):
-    """(reward, reason, error message) of each request, and the seconds that one took. A timeout or a crash
-    ends this process instead.
+    """(reward or Reply, reason, error message) of each request, and the seconds that one took. A timeout or a
+    crash ends this process instead.
 
     The chunk shares one answer's deadline. After a timeout the Grader retries its answers one by one.
     """
@@ -242,10 +282,7 @@ def _grade_chunk(requests, deadline):
         # CPU time. The signal has no handler, so the kernel ends even C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
-            value = float(_score(*request))
-            if not abs(value) <= LARGEST:
-                raise ValueError(f"the reward function returned {value}; needed: a finite float32")
-            outcomes.append((value, "correct" if value > 0 else "wrong", None))
+            outcomes.append((*_outcome(request), None))
         except BaseException as error:  # also the SystemExit of a custom reward
             message = " ".join(f"{type(error).__name__}: {error}".split())
             outcomes.append((0.0, "error", message[:500]))
@@ -396,21 +433,25 @@ class Grader:
     worker calls function(response, answer, kind) -> float for each stopped response, in place of extraction
     and equality. Raises UserError if there is no such function. A failed answer gets 0 and the reason
     "error"; `errors` keeps the first message of each type. The server starts with the first answer that needs
-    it, or at once for custom rewards. `compares`: answers are compared too; else it starts without
-    math-verify.
+    it, or at once for users' functions. `compares`: answers are compared too; else it starts without
+    math-verify. `env`: the function ("path/to/file.py:function") that `ask` calls in a worker, within the
+    same deadline. After a neighbour's crash it is called again, so it must be a function of its arguments.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
-                 compares: bool = True) -> None:
+                 compares: bool = True, env: str = "") -> None:
         require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
                 "workers of at least 1, a deadline above 0")
         self.customs = {custom: _check_spec(custom) for custom in customs}
-        self.arguments = workers, deadline, list(self.customs.values()), compares
+        self.env = _check_spec(env, "--env") if env else ""
+        functions = [*self.customs.values(), *filter(None, [self.env])]
+        self.arguments = workers, deadline, functions, compares
         self.patience = WALL * deadline + 30  # seconds without a reply after which the server has stalled
         self.errors = {}  # type of an error -> its first message
         self._told = set()  # types that new_errors returned
-        # A request is (answer, gold, kind), or (response, gold, kind, function) with a custom reward.
-        self._grades = {}  # key -> Grade, what results() returns next
+        # A request is (answer, gold, kind), or (response, gold, kind, function) with a custom reward. One to
+        # the environment is ("env", function, problem, text, turn).
+        self._grades = {}  # key -> Grade or Reply, what results() returns next
         self._cache = {}  # request -> Grade
         self._answers = {}  # key -> answer of a response with a custom reward
         self._keys = {}  # request -> keys, of requests without a grade; equal ones are graded once
@@ -419,7 +460,7 @@ class Grader:
         self._chunks = {}  # number -> requests, of chunks without a reply
         self._count = 0  # of chunks
         self._process = None  # the server
-        if customs:
+        if functions:
             self._start()
 
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
@@ -442,14 +483,28 @@ class Grader:
         elif grade := self._known(request):
             self._grades[key] = grade
         else:
-            self._keys[request] = [key]
-            self._waiting.append(request)
-            if self._process is None:
-                self._start()
-            if len(self._waiting) >= self._size:
-                self._send_waiting()
+            self._queue(key, request)
         if self._process:
             self._exchange(0)
+
+    def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
+        """Queue a call env(problem, text, turn), without waiting. results() then has its Reply, or where it
+        failed a Grade with the reason "error" or "timeout"."""
+        request = "env", self.env, problem, text, turn
+        if request in self._keys:
+            self._keys[request].append(key)
+        else:
+            self._queue(key, request)
+        self._exchange(0)
+
+    def _queue(self, key, request):
+        """Queue a request that is not queued yet."""
+        self._keys[request] = [key]
+        self._waiting.append(request)
+        if self._process is None:
+            self._start()
+        if len(self._waiting) >= self._size:
+            self._send_waiting()
 
     def _known(self, request):
         """The grade of a request that needs no worker, else None."""
@@ -465,8 +520,8 @@ class Grader:
             return None
         return Grade(float(equal), "correct" if equal else "wrong", answer)
 
-    def results(self) -> dict[Hashable, Grade]:
-        """Wait for all that was submitted since the last call, and return the grades by key. Raises
+    def results(self) -> dict[Hashable, Grade | Reply]:
+        """Wait for all that was submitted or asked since the last call, and return it by key. Raises
         RuntimeError if the server died or stalled, and its replacement too."""
         self._send_waiting()
         replaced = False
@@ -511,6 +566,7 @@ class Grader:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
         os.set_blocking(self._process.stdin.fileno(), False)  # a busy server must not stop the trainer
         self._unsent = bytearray()
+        self._unread = b""  # of its replies, the start of a line
         self._ready = False  # it has replied
         chunks, self._chunks = self._chunks, {}
         for requests in chunks.values():
@@ -529,8 +585,8 @@ class Grader:
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write what the pipe takes and read one reply; wait at most `seconds` until one of both is possible.
-        False if neither was: the time is up or the server is dead."""
+        """Write what the pipe takes and read what it has; wait at most `seconds` until one of both is
+        possible. False if neither was: the time is up or the server is dead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select() fails if the trainer has over 1024 open files
         poll.register(stdout, select.POLLIN)
@@ -541,11 +597,12 @@ class Grader:
         if writable:
             with suppress(BrokenPipeError):
                 del self._unsent[:stdin.write(self._unsent) or 0]
-        if stdout.fileno() in events and (line := stdout.readline()).endswith(b"\n"):
+        read = os.read(stdout.fileno(), 2**16) if stdout.fileno() in events else b""
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for line in lines:
             self._ready = True
             self._receive(*json.loads(line))
-            return True
-        return writable
+        return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
         self._size = max(1, min(CHUNK, int(0.1 / max(seconds, 1e-6))))
@@ -554,9 +611,10 @@ class Grader:
             for request in requests:
                 self._send([request])
             return
-        for request, (reward, reason, error) in zip(requests, outcomes, strict=True):
+        for request, (value, reason, error) in zip(requests, outcomes, strict=True):
             custom = len(request) > 3
-            grade = Grade(reward, reason, None if custom else request[0])
+            grade = (Reply(*value) if reason == "replied" else
+                     Grade(value, reason, None if custom else request[0]))
             for key in self._keys.pop(request):
                 self._grades[key] = grade
             if reason in ("correct", "wrong") and not custom:  # a timeout may be the machine's fault
@@ -567,16 +625,16 @@ class Grader:
             self._cache.clear()
 
 
-def _check_spec(spec):
+def _check_spec(spec, what="reward"):
     """`spec` with an absolute path. Raises UserError. The file is compiled here; only the server runs it."""
     path, _, name = spec.rpartition(":")
-    require(":" in spec, f"reward {spec!r} is malformed", SPEC)
+    require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
     file = Path(path).absolute()
     try:
         names = compile(file.read_bytes(), file, "exec").co_names  # of all that the file defines or uses
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"reward {spec!r} can't be read ({error}); needed: {SPEC}") from None
-    require(name in names, f"reward {spec!r}: {path} has no function {name!r}{nearest(name, names)}", SPEC)
+        raise UserError(f"{what} {spec!r} can't be read ({error}); needed: {SPEC}") from None
+    require(name in names, f"{what} {spec!r}: {path} has no function {name!r}{nearest(name, names)}", SPEC)
     return f"{file}:{name}"
 
 

@@ -36,7 +36,7 @@ import dist
 import grpo
 from ckpt import VERSIONS
 from configs import DATA_FILES, PRESETS, Config, UserError, help_class, parse, require, user_errors
-from data import Problem, Problems, Sample, group_by_prompt, load_problems
+from data import Problem, Problems, Sample, answered, extended, group_by_prompt, load_problems
 from engine import Engine, eos_ids, free_cache
 from engine_torch import TorchEngine
 from engine_vllm import VLLMEngine
@@ -51,6 +51,7 @@ from model import (
 )
 from reward import (
     MAX_ANSWER,
+    Grade,
     Grader,
     Term,
     extract,
@@ -64,6 +65,7 @@ from scores import Scores, accuracy, comparison_table, differences, mean, save_r
 
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
+TURN = 4  # the key of a later turn: that of the first, TURN and the turn
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
@@ -105,7 +107,7 @@ def make_grader(cfg: Config) -> Grader:
     for name in extractors(cfg).values():
         extract("", name)
     return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
-                  any(t.kind for t in terms))
+                  any(t.kind for t in terms), cfg.env)
 
 
 # --- rewards
@@ -126,8 +128,8 @@ def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
-    responses to -0.5 for the longest; for a wrong response at most 0."""
-    lengths = [len(s.ids) for s in group]
+    responses to -0.5 for the longest; for a wrong response at most 0. An environment's tokens don't count."""
+    lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
@@ -169,8 +171,9 @@ def part_names(cfg: Config) -> list[str]:
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Path -> hash of the text of each file that --reward names; "" for one that can't be read."""
-    paths = {t.custom.rpartition(":")[0] for t in terms_of(cfg) if t.custom}
+    """Path -> hash of the text of each file that --reward and --env name; "" for one that can't be read."""
+    functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
+    paths = {function.rpartition(":")[0] for function in functions if function}
     files = {path: Path(path) for path in sorted(paths)}
     return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
             for path, file in files.items()}
@@ -231,24 +234,117 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             on_response: Callable[[], bool] = lambda: False) -> list[Sample]:
     """`n` graded samples of each problem (prompt_id -> problem), ordered by (prompt_id, sample_id).
 
-    Each response is graded while others are still sampled. `on_response` is called at each response. If it
-    returns True, sampling is aborted and the result is empty. The other arguments are those of
-    Engine.generate."""
-    samples, terms, by_dataset = {}, terms_of(engine.cfg), extractors(engine.cfg)
-    prompts = {prompt_id: p.ids for prompt_id, p in problems.items()}
-    graders = {prompt_id: graders_of(p.dataset, terms) for prompt_id, p in problems.items()}
-    for s in engine.generate(prompts, n, temperature, max_tokens, key, version):
-        if on_response():
-            return []
-        samples[s.prompt_id, s.sample_id] = s
-        problem = problems[s.prompt_id]
-        extractor = by_dataset.get(problem.dataset.casefold(), by_dataset[""])
-        for i, term in enumerate(graders[s.prompt_id]):
-            grader.submit((s.prompt_id, s.sample_id, i), s.text, problem.answer, s.stopped, problem.kind,
-                          extractor, term.custom)
-    grades = grader.results()
-    return [_graded(samples[k], graders[k[0]], [grades[*k, i] for i in range(len(graders[k[0]]))])
-            for k in sorted(samples)]
+    Each response is graded while others are still sampled. `on_response` is called at each response, with
+    --env at each turn. If it returns True, sampling is aborted and the result is empty. The other arguments
+    are those of Engine.generate.
+
+    With --env the engine samples in rounds: the turns of one round are the responses to all trajectories so
+    far that go on. A trajectory is a function of (key, prompt_id, sample_id) and of the environment."""
+    turns = Turns(engine, grader, problems, n, max_tokens)
+    prompts, each, limits, round_key = {i: p.ids for i, p in problems.items()}, n, max_tokens, key
+    while prompts:
+        for s in engine.generate(prompts, each, temperature, limits, round_key, version):
+            if on_response():
+                return []
+            turns.take(s)
+        prompts, limits = turns.next_round()
+        each, round_key = 1, (*key, TURN, turns.turn)
+    return turns.graded()
+
+
+class Turns:
+    """The trajectories of one rollout: what the engine goes on with, and what is graded. Without --env all of
+    them end in the first round.
+
+        prompt 37+45=  | <tool>37+45</tool> | <result>82</result> | \\boxed{82} EOS
+        from             the policy, turn 1   the environment       the policy, turn 2
+        is_sampled       true                 false                 true
+
+    A trajectory ends when the environment says so or fails, at --max_turns, and at the length limit, which is
+    that of all turns together."""
+
+    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int,
+                 max_tokens: int) -> None:
+        cfg = engine.cfg
+        self.engine, self.grader, self.problems, self.n, self.max_tokens = (
+            engine, grader, problems, n, max_tokens)
+        self.terms, self.extractors = terms_of(cfg), extractors(cfg)
+        self.turn = 1  # of this round
+        self.before = {}  # prompt of this round -> trajectory; after the first round a prompt is a trajectory
+        self.asked = {}  # (prompt_id, sample_id) -> trajectory that the environment reads
+        self.ended = {}  # (prompt_id, sample_id) -> whole trajectory
+        self.replaced = {}  # (prompt_id, sample_id) -> reward and reason from the environment
+        self.results = {}  # of the grader
+
+    def take(self, s: Sample) -> None:
+        """Take a response of this round. It goes to the environment if it ended by itself, else to the
+        graders."""
+        whole = extended(self.before[s.prompt_id], s) if self.before else s
+        if self.engine.cfg.env and s.stopped:
+            key = whole.prompt_id, whole.sample_id
+            self.asked[key] = whole
+            self.grader.ask(key, self.problems[whole.prompt_id].text, s.text, self.turn)
+        else:
+            self.end(whole)
+
+    def end(self, s: Sample, replaced: dict[str, Any] | None = None) -> None:
+        """Give a whole trajectory to the graders. `replaced`: reward and reason that stand in place of the
+        first grader's."""
+        key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
+        self.ended[key] = s
+        if replaced:
+            self.replaced[key] = replaced
+        extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
+        for i, term in enumerate(graders_of(problem.dataset, self.terms)):
+            self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
+                               term.custom)
+
+    def next_round(self) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+        """Wait for the environment. Returns the next round's prompts, and the tokens left to each."""
+        if not self.asked:
+            return {}, {}
+        self.results |= self.grader.results()
+        asked, self.asked, self.before = self.asked, {}, {}
+        for (prompt_id, sample_id), s in sorted(asked.items()):
+            going = self._read(s, self.results.pop((prompt_id, sample_id)))
+            if going:
+                self.before[prompt_id * self.n + sample_id] = going
+        self.turn += 1
+        return ({i: (*s.prompt, *s.ids.tolist()) for i, s in self.before.items()},
+                {i: self._left(s) for i, s in self.before.items()})
+
+    def _read(self, s, reply):
+        """The trajectory with the environment's text, or None where it ended."""
+        failed = isinstance(reply, Grade)
+        if failed:
+            return self.end(s, {"reward": 0.0, "reason": reply.reason})
+        if reply.reward is not None:
+            reason = "correct" if reply.reward > 0 else "wrong"
+            self.replaced[s.prompt_id, s.sample_id] = {"reward": reply.reward, "reason": reason}
+        if reply.done or reply.text is None or self.turn == self.engine.cfg.max_turns:
+            return self.end(s)
+        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
+        left = self._left(s)
+        if len(ids) > left:
+            self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
+                                          f"and the response may have {left} more")
+            return self.end(s, {"reward": 0.0, "reason": "error"})
+        s = answered(s, reply.text, ids)
+        return s if len(ids) < left else self.end(replace(s, stopped=False))
+
+    def _left(self, s):
+        """Tokens that the trajectory may still get."""
+        return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)
+
+    def graded(self) -> list[Sample]:
+        """The trajectories with their grades, in order."""
+        self.results |= self.grader.results()
+        found = []
+        for key, s in sorted(self.ended.items()):
+            terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
+            first, *others = (self.results[*key, i] for i in range(len(terms)))
+            found.append(_graded(s, terms, [replace(first, **self.replaced.get(key, {})), *others]))
+        return found
 
 
 def _graded(sample, terms, grades):
@@ -272,6 +368,8 @@ def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, 
     response's tokens, as ids and as texts, and their log-probs from the engine, rounded to 4 digits."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    if s.turns > 1:
+        row |= dict(turns=s.turns)
     if tokenizer:
         ids = s.ids.tolist()
         row |= dict(ids=ids, texts=tokenizer.batch_decode([[i] for i in ids]),
@@ -418,9 +516,9 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 # --- the command: models, data and flags
 
 EVAL_FLAGS = tuple("""
-    template system_prompt extractor reward seed out max_prompt_len max_response_len max_model_len pack_len
-    engine stop engine_share max_num_seqs tp eval_samples eval_temperature eval_response_len grade_workers
-    grade_deadline device dtype stall_limit go verbose save_logps
+    template system_prompt extractor reward env max_turns seed out max_prompt_len max_response_len
+    max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
+    eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # what an evaluation reads
 NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # flags that change no score
 USAGE = "rollout.py MODEL [MODEL …] DATA [DATA …]"
