@@ -337,7 +337,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
         return shape_rewards(samples, cfg)
 
     samples = draw(dict(enumerate(batch)))
-    measure_samples(meter, samples, part_names(cfg))
+    measure_samples(meter, samples, part_names(cfg), turns=cfg.env != "")
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
@@ -464,7 +464,7 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[l
     """Each sample with the weight of its tokens in a mean over each prompt's tokens, and then over prompts.
     The prompts and tokens are those of its minibatch, on all ranks. keys and layout as in dist.balance."""
     tokens, n = torch.zeros(cfg.samples_per_step, dtype=torch.int64), cfg.samples_per_prompt
-    tokens[keys] = torch.tensor([len(s.ids) * s.in_loss for s in samples], dtype=torch.int64)
+    tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens, share = dist.all_sum(tokens), torch.zeros(cfg.samples_per_step)
     for ranks in layout:
         chosen = torch.tensor([i for packs in ranks for indices in packs for i in indices])
