@@ -325,12 +325,13 @@ class Turns:
             return self.end(s)
         ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
         left = self._left(s)
-        if len(ids) > left:
+        if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
             return self.end(s, {"reward": 0.0, "reason": "error"})
-        s = answered(s, reply.text, ids)
-        return s if len(ids) < left else self.end(replace(s, stopped=False))
+        if len(ids) >= left:  # no room for another turn
+            return self.end(replace(s, stopped=False))
+        return answered(s, reply.text, ids)
 
     def _left(self, s):
         """Tokens that the trajectory may still get."""
