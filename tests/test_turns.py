@@ -1,0 +1,486 @@
+"""Trajectories with turns: an environment (--env) answers, and only what the policy sampled is trained on.
+
+The references loop over the tokens of one sample at a time. They are written from the equations, not from
+the code under test.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run, run_ranks
+
+import data
+import dist
+import grpo
+import model
+import ppo
+import rollout
+import tiny as demo
+import train
+from configs import PRESETS, UserError, parse
+from data import Problem, Sample
+from engine_torch import TorchEngine
+from log import Meter, measure_samples
+from reward import Grade, Grader, Reply
+
+ENV = '''
+import os
+import sys
+import time
+
+from reward import Reply
+
+def twice(problem, text, turn):
+    """A text, a text, and then the end."""
+    return f"{turn}:{problem}" if turn < 3 else None
+
+def paid(problem, text, turn):
+    return Reply("go on", reward=turn / 2) if turn < 2 else Reply("left out", reward=-3.0, done=True)
+
+def endless(problem, text, turn):
+    return ">"
+
+def hangs(problem, text, turn):
+    while True:
+        pass
+
+def sleeps(problem, text, turn):
+    time.sleep(60)
+
+def raises(problem, text, turn):
+    raise KeyError(turn)
+
+def floods(problem, text, turn):
+    return "1" * 1000
+
+def drowns(problem, text, turn):
+    return "1" * 10**8
+
+def exits(problem, text, turn):
+    os._exit(3)
+
+def lies(problem, text, turn):
+    return Reply("text", reward=float("nan"))
+
+def mumbles(problem, text, turn):
+    return 3.5
+
+def half(problem, text, turn):
+    return chr(0xd800)
+
+def shows(problem, text, turn):
+    """What it was asked, as the reward's sign says whether this is the first turn."""
+    return Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)
+
+def fails_on_some(problem, text, turn):
+    if problem.startswith("10"):
+        os._exit(3)
+    return None
+'''
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    """Path of a file with environments, ready for `:FUNCTION`."""
+    file = tmp_path_factory.mktemp("env") / "env.py"
+    file.write_text(ENV)
+    return str(file)
+
+
+# --- what is trained on
+
+
+def with_gaps(seed: int, count: int = 12) -> list[Sample]:
+    """Random samples, three a prompt. Texts of the environment lie between their segments, and in some at the
+    end."""
+    g, samples = np.random.default_rng(seed), []
+    for i in range(count):
+        prompt = tuple(g.integers(3, 90, 4).tolist())
+        parts = [np.full(g.integers(1, 6), side % 2 == 0) for side in range(int(g.integers(1, 6)))]
+        sampled = np.concatenate(parts)
+        logp = np.where(sampled, -g.random(len(sampled)), 0).astype(np.float32)
+        samples.append(Sample(
+            i // 3, i % 3, prompt, g.integers(3, 90, len(sampled)).astype(np.int32), logp, True, "", 0,
+            reward=float(g.standard_normal()), advantage=float(g.standard_normal()),
+            sampled=None if len(parts) == 1 else sampled, turns=(len(parts) + 1) // 2, in_loss=i % 5 != 4))
+    return samples
+
+
+def steps_of(samples: list[Sample]) -> list[list[int]]:
+    """For each sample, the places in its pack of the tokens that are trained on."""
+    found, start = [], 0
+    for s in samples:
+        first = start + len(s.prompt)
+        mine = [] if not s.in_loss else [
+            first + i for i in range(len(s.ids)) if s.sampled is None or s.sampled[i]]
+        found.append(mine)
+        start = first + len(s.ids)
+    return found
+
+
+def random(seed: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+SEEDS = range(8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pack_trains_on_sampled_tokens_alone(seed):
+    """Its mask is true there; log-probs and advantages are 0 outside; texts of the environment are input."""
+    samples = with_gaps(seed)
+    p, steps = data.pack(samples), steps_of(samples)
+    assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
+    assert p.tokens.tolist() == [i for s in samples for i in (*s.prompt, *s.ids.tolist())]
+    for s, mine in zip(samples, steps, strict=True):
+        assert [round(float(x), 5) for x in p.advantages[mine]] == [round(s.advantage, 5)] * len(mine)
+        assert p.engine_logp[mine].tolist() == s.logp[s.is_sampled].tolist()[:len(mine)]
+    outside = torch.ones(len(p.tokens), dtype=torch.bool)
+    outside[sum(steps_of([dataclasses.replace(s, in_loss=True) for s in samples]), [])] = False
+    assert not p.advantages[outside].any() and not p.engine_logp[outside].any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gae_over_gaps_is_the_recursion_over_sampled_tokens(seed):
+    """A_t = r_t + γ V_next - V_t + γλ A_next, where the next step is the next sampled token. The score is the
+    reward of the last sampled token, also before a text of the environment."""
+    samples = with_gaps(seed)
+    p, v = data.pack(samples), random(seed, sum(s.length for s in samples))
+    adv, returns = ppo.gae(p.rewards.double(), v, p.cu_seqlens, p.mask, 0.9, 0.8)
+    want = torch.zeros_like(v)
+    for s, mine in zip(samples, steps_of(samples), strict=True):
+        following, value = 0.0, 0.0
+        for t in reversed(mine):
+            reward = float(np.float32(s.score)) if t == mine[-1] else 0.0
+            following = reward + 0.9 * value - v[t] + 0.9 * 0.8 * following
+            value = v[t]
+            want[t] = following
+    assert torch.allclose(adv, want, atol=1e-9)
+    assert torch.allclose(returns, torch.where(p.mask, want + v, 0), atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whitening_and_ppos_losses_are_means_over_sampled_tokens(seed):
+    samples = with_gaps(seed)
+    p, steps = data.pack(samples), sum(steps_of(samples), [])
+    x, old, v, ret = (random(seed + 100 * k, len(p.tokens)) for k in range(1, 5))
+    logp = (old + 0.3 * random(seed + 500, len(old)))
+    white = ppo.whiten(x, p.mask, ppo.whitening_stats(x, p.mask))
+    values = [float(x[t]) for t in steps]
+    assert np.allclose(white[steps], (np.array(values) - np.mean(values)) / np.std(values))
+    assert not white[~p.mask].any()
+    loss, clipped = ppo.policy_loss(logp, old, x, p.mask, len(steps), 0.2, 0.3)
+    total, count = 0.0, 0
+    for t in steps:
+        ratio = float((logp[t] - old[t]).exp())
+        free, near = ratio * float(x[t]), min(max(ratio, 0.8), 1.3) * float(x[t])
+        total, count = total - min(free, near), count + (near < free)
+    assert np.isclose(float(loss), total / len(steps)) and int(clipped) == count
+    got = ppo.value_loss(v, old, ret, p.mask, len(steps), 0.2)
+    total = 0.0
+    for t in steps:
+        near = old[t] + min(max(float(v[t] - old[t]), -0.2), 0.2)
+        total += 0.5 * max(float((v[t] - ret[t]) ** 2), float((near - ret[t]) ** 2))
+    assert np.isclose(float(got), total / len(steps))
+
+
+def shares(samples: list[Sample], cfg) -> list[Sample]:
+    """The samples with their weights for --aggregation prompt, all in one minibatch."""
+    dist.init("cpu", "float32")
+    keys = [s.prompt_id * cfg.samples_per_prompt + s.sample_id for s in samples]
+    return train.add_prompt_shares(samples, keys, [[[keys]]], cfg)
+
+
+def test_grpos_losses_are_means_over_sampled_tokens():
+    """Each aggregation and each ratio, against loops over the sampled tokens."""
+    samples = with_gaps(1)
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, samples_per_prompt=3)
+    (samples,) = run_ranks(1, shares, samples, cfg)
+    p, steps = data.pack(samples), [mine for mine in steps_of(samples) if mine]
+    segment, tokens = ppo.segment_ids(p.cu_seqlens), sum(map(len, steps))
+    old = random(1, len(p.tokens))
+    logp, adv = old + 0.3 * random(2, len(old)), p.advantages.double()
+    per_prompt = {}
+    for s, mine in zip(samples, steps_of(samples), strict=True):
+        per_prompt[s.prompt_id] = per_prompt.get(s.prompt_id, 0) + len(mine)
+    prompts = [s.prompt_id for s, mine in zip(samples, steps_of(samples), strict=True) if mine]
+    weight = {
+        "token": lambda i: 1 / tokens, "response": lambda i: 1 / (len(steps) * len(steps[i])),
+        "max_len": lambda i: 1 / (len(steps) * 40),
+        "prompt": lambda i: 1 / (per_prompt[prompts[i]] * sum(n > 0 for n in per_prompt.values()))}
+    for aggregation, of_sample in weight.items():
+        weights = grpo.token_weights(p.mask, segment, aggregation, tokens, len(steps), 40, p.prompt_share)
+        for ratio in ("token", "sequence", "clipped"):
+            total = 0.0
+            for i, mine in enumerate(steps):
+                mean = float(np.mean([float(logp[t] - old[t]) for t in mine]))
+                for t in mine:
+                    rho = np.exp(mean if ratio == "sequence" else float(logp[t] - old[t]))
+                    near = min(max(rho, 0.8), 1.2)
+                    lost = (-near * float(adv[t] * logp[t]) if ratio == "clipped"
+                            else -min(rho * float(adv[t]), near * float(adv[t])))
+                    total += of_sample(i) * lost
+            loss, _ = grpo.policy_loss(logp, old, adv, p.mask, segment, weights, ratio)
+            assert np.isclose(float(loss), total, rtol=1e-5), (aggregation, ratio)
+
+
+def test_metrics_tell_sampled_tokens_from_all():
+    samples, meter = with_gaps(2), Meter()
+    measure_samples(meter, samples, [], turns=True)
+    sampled = [len(s.ids) if s.sampled is None else int(s.sampled.sum()) for s in samples]
+    assert meter.mean("response_len") == np.mean([len(s.ids) for s in samples]) > np.mean(sampled)
+    assert meter.mean("response_len/sampled") == np.mean(sampled)
+    assert meter.mean("turns") == np.mean([s.turns for s in samples]) > 1
+
+
+# --- the environment's processes
+
+
+def replies(env: str, questions) -> tuple[list, dict]:
+    """What an environment answers to (problem, text, turn)s, and the errors."""
+    with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
+        for i, question in enumerate(questions):
+            grader.ask(i, *question)
+        found = grader.results()
+        return [found[i] for i in range(len(questions))], grader.errors
+
+
+def test_an_environment_may_return_a_text_none_or_a_reply(env):
+    got, errors = replies(f"{env}:twice", [("a", "x", 1), ("b", "x", 2), ("b", "x", 3), ("a", "y", 1)])
+    assert got == [Reply("1:a"), Reply("2:b"), Reply(None), Reply("1:a")] and not errors
+    assert replies(f"{env}:paid", [("a", "x", 1), ("a", "x", 2)])[0] == [
+        Reply("go on", 0.5, False), Reply("left out", -3.0, True)]
+    text = "\0 ä\ud83d\n" * 3  # what a policy may write
+    assert replies(f"{env}:shows", [("p", text, 1)])[0] == [Reply(repr(("p", text, 1)), 1.0)]
+
+
+@pytest.mark.parametrize(("name", "reason", "message"), [
+    ("hangs", "timeout", None), ("sleeps", "timeout", None), ("raises", "error", "KeyError: 1"),
+    ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
+    ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the environment's reward is nan"),
+    ("mumbles", "error", "AttributeError"), ("half", "error", "UnicodeEncodeError")])
+def test_an_environment_that_fails_is_a_reason(env, name, reason, message):
+    (got, after), errors = replies(f"{env}:{name}", [("a", "x", 1), ("b", "y", 1)])
+    assert got == after == Grade(0.0, reason, None)
+    assert not message or any(text.startswith(message) for text in errors.values()), errors
+
+
+def test_one_failure_is_that_trajectorys_alone(env):
+    got, _ = replies(f"{env}:fails_on_some", [(f"{n}", "x", 1) for n in range(5, 25)])
+    assert [isinstance(reply, Grade) for reply in got] == [n == 10 for n in range(5, 25)]
+
+
+# --- rollouts
+
+
+PROBLEMS = [f"{a}+{b}=" for a in (10, 11) for b in (12, 17)]
+
+
+def setup(tiny, env, **settings):
+    """An engine for `tiny` and the problems. Random responses end at a letter."""
+    settings = dict(stop=tuple("abcdefghijklmnopqrstuvwxyz"), samples_per_prompt=3, max_response_len=60,
+                    eval_samples=(2,), reward=("math",), device="cpu", grade_deadline=1.0) | settings
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, env=env, **settings)
+    tokenizer = model.load_tokenizer(tiny)
+    problems = {i: Problem(text, tuple(tokenizer(text).input_ids), "1") for i, text in enumerate(PROBLEMS)}
+    return TorchEngine(tiny, tokenizer, cfg), problems
+
+
+def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
+    """This rank's trajectories of a step, and the errors."""
+    engine, problems = setup(tiny, env, **settings)
+    cfg, weights = engine.cfg, model.files_weights(tiny, torch.device("cpu"), torch.float32)
+    with rollout.make_grader(cfg) as grader, engine.awake(weights, version=step):
+        part = rollout.engine_part(problems, engine)
+        samples = rollout.rollout(engine, grader, part, cfg.samples_per_prompt, 1.0, cfg.max_response_len,
+                                  (cfg.seed, rollout.TRAIN, step), step)
+        return samples, grader.errors
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """Responses without an environment."""
+    return sampled(tiny, "")[0]
+
+
+@pytest.fixture(scope="module")
+def twice(tiny, env):
+    """Trajectories of up to three turns."""
+    samples, errors = sampled(tiny, f"{env}:twice")
+    assert not errors and max(s.turns for s in samples) == 3
+    return samples
+
+
+def content(samples) -> list[tuple]:
+    return [(s.prompt_id, s.sample_id, s.prompt, s.ids.tolist(), s.is_sampled.tolist(), s.text, s.stopped,
+             s.turns, s.reward, s.reason) for s in samples]
+
+
+def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
+    """The first segment is what is sampled without an environment; then come the environment's text, token by
+    token, and a segment that the policy goes on with."""
+    engine, problems = setup(tiny, "")
+    for first, s in zip(plain, twice, strict=True):
+        assert (s.prompt, s.turns == 1) == (first.prompt, not first.stopped)
+        assert s.ids[:len(first.ids)].tolist() == first.ids.tolist()
+        text, cut = first.text, len(first.ids)
+        assert s.is_sampled[:cut].all() and s.text.startswith(text)
+        if s.turns > 1:
+            answer = f"1:{problems[s.prompt_id].text}"
+            ids = engine.tokenizer(answer, add_special_tokens=False).input_ids
+            assert s.ids[cut:cut + len(ids)].tolist() == ids and s.text.startswith(text + answer)
+            assert not s.is_sampled[cut:cut + len(ids)].any() and not s.logp[cut:cut + len(ids)].any()
+            assert s.is_sampled[cut + len(ids)]
+        runs = np.diff(np.flatnonzero(np.diff(np.r_[0, s.is_sampled, 0])))[::2]
+        assert len(runs) == s.turns and s.is_sampled[-1]
+
+
+def test_the_trainer_gives_a_trajectory_the_engines_logprobs(tiny, twice):
+    """On the packed trajectories, at each sampled token, within 1e-4 nats."""
+    p = data.pack(twice)
+    with torch.no_grad():
+        logp, _ = model.logprobs(model.load_policy(tiny), p, 1.0)
+    assert int(p.mask.sum()) == sum(int(s.is_sampled.sum()) for s in twice) < sum(len(s.ids) for s in twice)
+    assert float((logp - p.engine_logp).abs().max()) < 1e-4
+
+
+def test_one_and_two_ranks_have_equal_trajectories(tiny, env, twice):
+    parts = run_ranks(2, sampled, tiny, f"{env}:twice")
+    joined = sorted(sum((samples for samples, _ in parts), []), key=lambda s: (s.prompt_id, s.sample_id))
+    assert content(joined) == content(twice) and len(joined) == 12
+
+
+def test_later_turns_have_their_own_randomness(tiny, env):
+    """Equal prompts of later turns get different segments in different samples, and no turn repeats the
+    randomness of another."""
+    seen = []
+
+    class Spy(TorchEngine):
+        def generate(self, prompts, n, temperature, max_tokens, key, version):
+            seen.extend((*key, prompt, i) for prompt in prompts for i in range(n))
+            return super().generate(prompts, n, temperature, max_tokens, key, version)
+
+    engine, problems = setup(tiny, f"{env}:twice")
+    engine.__class__ = Spy
+    weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
+    with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
+        for key in ((0, rollout.TRAIN, 0), (0, rollout.TRAIN, 0, 1), (0, rollout.TRAIN, 0, 4)):
+            rollout.rollout(engine, grader, problems, 3, 1.0, 60, key, 0)
+    assert len(seen) > 60 and len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
+    dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
+def test_all_turns_share_the_budget(tiny, env, settings, most):
+    """Of response and of model length. What reaches it is truncated; --max_turns ends a trajectory too."""
+    samples, errors = sampled(tiny, f"{env}:endless", **settings)
+    turns = settings.get("max_turns", 8)
+    assert max(len(s.ids) for s in samples) <= most and not errors
+    assert max(s.turns for s in samples) == turns
+    for s in samples:
+        assert s.turns == turns if s.stopped else len(s.ids) >= most - 1  # one may be left for a text
+        assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
+
+
+def test_the_environments_reward_is_the_trajectorys(tiny, env):
+    """The last one that it gave, with the reason of its sign, in place of the first grader's."""
+    samples, _ = sampled(tiny, f"{env}:paid")
+    seen = {(s.turns, s.stopped): (s.reward, s.reason) for s in samples}
+    assert seen[2, True] == (-3.0, "wrong") and "left out" not in "".join(s.text for s in samples)
+    assert seen.get((2, False), (0.5, "correct")) == (0.5, "correct")
+    assert seen.get((1, False), (0.0, "truncated")) == (0.0, "truncated")
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("hangs", "timeout"), ("raises", "error"), ("floods", "error"), ("exits", "error")])
+def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
+    """The trajectory is what was sampled until then; its reward is 0, and the reason is counted."""
+    samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
+    firsts = [s for s in plain if s.sample_id == 0]
+    assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
+    for first, s in zip(firsts, samples, strict=True):
+        assert s.ids.tolist() == first.ids.tolist() and s.turns == 1 and s.reward == 0
+        assert s.reason == (reason if first.stopped else "truncated")
+    meter = Meter()
+    measure_samples(meter, samples, [], turns=True)
+    assert meter.mean(f"grade/{reason}") == np.mean([s.stopped for s in firsts])
+
+
+def evaluated(tiny, env) -> tuple[dict, list[dict]]:
+    """What score_sets returns for the problems as a held-out set."""
+    dist.init("cpu", "float32")
+    engine, problems = setup(tiny, env)
+    weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
+    with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
+        return rollout.score_sets(engine, grader, {"sums": list(problems.values())}, engine.cfg, 0)
+
+
+def test_evaluation_uses_the_environment(tiny, env):
+    """And saved rows tell the turns, where there are several."""
+    ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
+    assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
+    assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
+    lengths = [row["tokens"] for row in rows]
+    assert scores["sums"]["response_len"] == [sum(lengths[i:i + 2]) / 2 for i in range(0, 8, 2)]
+
+
+# --- settings
+
+
+def test_mistakes_are_one_line(tmp_path, env):
+    for argv, message in [
+            (["--max_turns", "3"], "--max_turns has no effect in this run; needed: --env FILE.py:FUNCTION"),
+            (["--env", f"{env}:twice", "--tp", "2"], "with --tp 2; needed: --tp 1")]:
+        with pytest.raises(UserError, match=re.escape(message)):
+            parse(["tiny-ppo", *argv])
+    for spec, message in [
+            ("env.py", "--env 'env.py' is malformed; needed: path/to/file.py:function"),
+            (f"{tmp_path}/none.py:f", "can't be read"),
+            (f"{env}:twise", "has no function 'twise' (did you mean twice?)")]:
+        with pytest.raises(UserError, match=re.escape(message)):
+            Grader(env=spec)
+
+
+def test_an_edited_environment_is_noticed(tmp_path):
+    """Its file is among the reward files, which resume compares; evaluation reads the flag too."""
+    file = tmp_path / "env.py"
+    file.write_text(ENV)
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], env=f"{file}:twice")
+    before = rollout.reward_files(cfg)
+    file.write_text(ENV + "\n")
+    assert before.keys() == {str(file)} and rollout.reward_files(cfg) != before
+    assert {"env", "max_turns"} <= set(rollout.EVAL_FLAGS)
+    assert not {"env", "max_turns"} & set(rollout.NO_SCORE)
+
+
+# --- the calculator of docs/forking.md
+
+
+def test_a_model_learns_to_call_the_calculator(tmp_path, monkeypatch):
+    """It guesses sums of two 4-digit numbers, or has them worked out. Being right pays for the calls."""
+    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
+    assert len(code.splitlines()) <= 15
+    (tmp_path / "calculator.py").write_text(code)
+    monkeypatch.setattr(demo, "BATCHES", 200)
+    base = demo.build(f"{tmp_path}/base", digits=4, style="tool")
+    cfg = dataclasses.replace(
+        PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
+        env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",
+        steps=16, eval_every=16, policy_lr=1e-3, save_samples="all")
+    rows, _ = run(cfg, tmp_path / "run")
+    score = [row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row]
+    trained = [row for row in rows if "reward" in row]
+    assert score[0] <= 0.3 and score[-1] >= 0.9, score
+    calls = [row["turns"] - 1 for row in trained]
+    assert calls[0] < 0.4 and calls[-1] > 0.9, calls
+    assert all(row["response_len/sampled"] < row["response_len"] for row in trained)
+    assert max(row["logp_gap/max"] for row in trained) < 1e-3
+    last = [json.loads(line) for line in Path(tmp_path, "run/samples/step_000015.jsonl").open()]
+    assert {row.get("turns", 1) for row in last} >= {2} and os.path.isfile(tmp_path / "run/report.html")
