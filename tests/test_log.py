@@ -513,6 +513,7 @@ def test_log_probs_of_samples_that_are_not_saved_are_a_mistake():
 ROWS = [line.split(" | ") for line in METRICS.strip().splitlines()]
 # Metrics that only some settings bring, and the settings.
 ONLY = {
+    "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
@@ -531,6 +532,7 @@ def test_the_docs_have_the_table_of_metrics():
 def unusual(base, tmp_path_factory):
     """Metrics of a step with all the settings of ONLY."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
+    settings["env"] = base.reward[0].replace(":digits", ":respond")
     cfg = dataclasses.replace(base, steps=1, eval_every=1, **settings)
     return run(cfg, tmp_path_factory.mktemp("only") / "run")[0]
 
