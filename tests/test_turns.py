@@ -357,8 +357,7 @@ def test_one_and_two_ranks_have_equal_trajectories(tiny, env, twice):
 
 
 def test_later_turns_have_their_own_randomness(tiny, env):
-    """Equal prompts of later turns get different segments in different samples, and no turn repeats the
-    randomness of another."""
+    """No turn is sampled with the randomness of another one."""
     seen = []
 
     class Spy(TorchEngine):
@@ -370,8 +369,8 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     engine.__class__ = Spy
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        for key in ((0, rollout.TRAIN, 0), (0, rollout.TRAIN, 0, 1), (0, rollout.TRAIN, 0, 4)):
-            rollout.rollout(engine, grader, problems, 3, 1.0, 60, key, 0)
+        for round in ((), (2,), (3,), (4,)):  # of --resample_rounds
+            rollout.rollout(engine, grader, problems, 3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
     assert len(seen) > 60 and len(set(seen)) == len(seen)
 
 
