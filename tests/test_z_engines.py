@@ -188,6 +188,36 @@ def test_a_response_cut_by_length_is_not_stopped(engine, policy, prompts):
     assert len(generate(engine, policy, room)[0, 0].ids) <= 2
 
 
+def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
+    """Each response is then the start of the one without it."""
+    limits = {prompt_id: 2 + 3 * prompt_id for prompt_id in prompts}
+    whole = generate(engine, policy, prompts, n=2)
+    cut = generate(engine, policy, prompts, n=2, max_tokens=limits)
+    assert len(cut) == len(whole) and any(len(s.ids) < len(whole[k].ids) for k, s in cut.items())
+    for k, s in cut.items():
+        assert s.ids.tolist() == whole[k].ids[:limits[k[0]]].tolist()
+        assert s.stopped == (whole[k].stopped and len(whole[k].ids) <= limits[k[0]])
+
+
+def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, tmp_path, monkeypatch):
+    """And their first segments are the responses without an environment."""
+    (tmp_path / "env.py").write_text("def respond(problem, text, turn): return '=' * (turn < 3) or None\n")
+    cfg = dataclasses.replace(engine.cfg, env=f"{tmp_path}/env.py:respond", stop=tuple("aeiou0123456789"))
+    monkeypatch.setattr(engine, "cfg", cfg)
+    if isinstance(engine, engine_torch.TorchEngine):  # it looks only where a stop string could end
+        monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
+    problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
+    prompts = {i: p.ids for i, p in problems.items()}
+    first = generate(engine, policy, prompts, n=2, key=(0, 1, 3))
+    with rollout.make_grader(cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
+        samples = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 3), 3)
+    assert max(s.turns for s in samples) > 1 and max(len(s.ids) for s in samples) <= 24
+    for s in samples:
+        before = first[s.prompt_id, s.sample_id].ids
+        assert s.ids[:len(before)].tolist() == before.tolist() and s.is_sampled[:len(before)].all()
+    check_logprobs({(s.prompt_id, s.sample_id): s for s in samples}, policy, 1.0)
+
+
 def test_a_response_ends_after_a_stop_string_or_eos(engines, engine, policy, prompts):
     """The stop string is part of the text. The EOS token is among the ids, and not in the text."""
     free = generate(engine, policy, prompts, temperature=0)
