@@ -55,7 +55,7 @@ CANNOT = {
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words of NCCL, an id of the Hub
-YOURS = {"my_reward.py", "FILE.py", "mine.jsonl"}  # files that the user writes
+YOURS = {"my_reward.py", "calculator.py", "FILE.py", "mine.jsonl"}  # files that the user writes
 
 
 def commands() -> list[str]:
