@@ -227,15 +227,16 @@ def _call(custom, *arguments):
 def _reply(env, problem, text, turn):
     """The Reply of an environment. Raises an exception for one that can't be used."""
     value = _call(env, problem, text, turn)
-    reply = Reply(*value) if isinstance(value, tuple) else Reply(value)
-    if reply.text is not None:
-        reply.text.encode()  # raises for what is no str, and for half of a surrogate pair
-        if len(reply.text) > MAX_REPLY:
-            raise ValueError(f"the environment's text has {len(reply.text)} characters, over {MAX_REPLY}")
-    reward = None if reply.reward is None else float(reply.reward)
-    if reward is not None and not abs(reward) <= LARGEST:
-        raise ValueError(f"the environment's reward is {reward}; needed: a finite float32")
-    return Reply(reply.text, reward, bool(reply.done))
+    text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
+    if text is not None:
+        if len(text) > MAX_REPLY:
+            raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
+        text = text.encode().decode()  # a plain str; raises for no str, and for half of a surrogate pair
+    if reward is not None:
+        reward = float(reward)
+        if not abs(reward) <= LARGEST:
+            raise ValueError(f"the environment's reward is {reward}; needed: a finite float32")
+    return Reply(text, reward, bool(done))
 
 
 def _outcome(request):

@@ -78,6 +78,12 @@ def shows(problem, text, turn):
     """What it was asked, as the reward's sign says whether this is the first turn."""
     return Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)
 
+class Marked(str):
+    pass
+
+def marked(problem, text, turn):
+    return Marked(problem)
+
 def fails_on_some(problem, text, turn):
     if problem.startswith("10"):
         os._exit(3)
@@ -256,6 +262,7 @@ def test_an_environment_may_return_a_text_none_or_a_reply(env):
     assert got == [Reply("1:a"), Reply("2:b"), Reply(None), Reply("1:a")] and not errors
     assert replies(f"{env}:paid", [("a", "x", 1), ("a", "x", 2)])[0] == [
         Reply("go on", 0.5, False), Reply("left out", -3.0, True)]
+    assert replies(f"{env}:marked", [("p", "x", 1)])[0] == [Reply("p")]  # a class that only the file knows
     text = "\0 ä\ud83d\n" * 3  # what a policy may write
     assert replies(f"{env}:shows", [("p", text, 1)])[0] == [Reply(repr(("p", text, 1)), 1.0)]
 
@@ -264,7 +271,7 @@ def test_an_environment_may_return_a_text_none_or_a_reply(env):
     ("hangs", "timeout", None), ("sleeps", "timeout", None), ("raises", "error", "KeyError: 1"),
     ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
     ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the environment's reward is nan"),
-    ("mumbles", "error", "AttributeError"), ("half", "error", "UnicodeEncodeError")])
+    ("mumbles", "error", "TypeError"), ("half", "error", "UnicodeEncodeError")])
 def test_an_environment_that_fails_is_a_reason(env, name, reason, message):
     (got, after), errors = replies(f"{env}:{name}", [("a", "x", 1), ("b", "y", 1)])
     assert got == after == Grade(0.0, reason, None)
