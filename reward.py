@@ -89,7 +89,8 @@ class Grade:
 class Reply(NamedTuple):
     """What an environment (--env) returns after a turn. `text` goes into the response, and the policy writes
     the next turn after it; None: the response is complete. `reward`: replaces the row's grade; None: it does
-    not. `done`: the response is complete, and `text` is left out. A str means Reply(text); None, Reply()."""
+    not. `done`: the response is complete, and `text` is left out. A str means Reply(text); None, Reply();
+    a tuple, Reply(*tuple)."""
     text: str | None = None
     reward: float | None = None
     done: bool = False
