@@ -518,18 +518,18 @@ def _difference(engine, kind, samples, gaps):
 
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
-               say: Callable[[str], None]) -> None:
+               say: Callable[[str], None], errors: Sequence[str] = ()) -> None:
     """Print three of the first step's prompts with a response, and how all responses were graded. Raises
     UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
     because a base model may be right one time in twenty. Where the extractor found no answer, those that
-    would have found one are named."""
+    would have found one are named. `errors`: what this rank's graders raised."""
     shown = [s for s in samples if s.sample_id == 0 and s.prompt_id < 3]
     others = Counter(name for s in samples if s.reason == "unparsed" for name in readers(s.text))
     parts = dist.gather((Counter(s.reason for s in samples), others, sum(s.reward != 0 for s in samples),
-                         shown))
+                         shown, list(errors)[:1]))
     if dist.stop_requested():
         return
-    counters, others, scored, shown = zip(*parts, strict=True)
+    counters, others, scored, shown, errors = zip(*parts, strict=True)
     reasons, others, shown = sum(counters, Counter()), sum(others, Counter()), sum(shown, [])
     for s in sorted(shown, key=lambda s: s.prompt_id):
         text = " ".join(tokenizer.decode(list(s.prompt)).split())
@@ -549,9 +549,10 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             "score 0",
             "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
     mostly = reasons.most_common(1)[0][0]
+    first = f"; the first: {ascii(sum(errors, [])[0])[1:-1]}" if mostly == "error" and any(errors) else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({found or 'none does'}), or a --template that "
                           "asks for the format of this one",
               "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
-    require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly)",
+    require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly{first})",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")

@@ -678,6 +678,9 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
 
 def main(argv: list[str]) -> None:
     """The command. Raises UserError."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
     if argv[:1] == ["verify"] and len(argv) == 2:
         return verify(Path(argv[1]))
     words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")

@@ -60,6 +60,7 @@ def user_errors(prog: str) -> Iterator[None]:
         sys.exit(130)
     except BrokenPipeError:  # whoever read the output, such as head, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def tell_torchrun(text: str) -> None:
@@ -526,7 +527,7 @@ def check_paths(cfg: Config) -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in [cfg.model] + [cfg.critic_model] * (cfg.critic_model != ""):
-        if not HUB_ID.fullmatch(path):
+        if not HUB_ID.fullmatch(path) or Path(path).parent.is_dir():
             model_folder(path)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if path.endswith(DATA_FILES) and ":" not in path:
@@ -545,15 +546,23 @@ def check_trackers(cfg: Config) -> None:
 
 def model_folder(path: str) -> Path:
     """The path of a model's folder. Raises UserError where there is none."""
-    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
-            "--model with a Hugging Face model folder or an id of the Hub")
-    return Path(path)
+    folder = Path(path)
+    beside = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    require(path != "" and folder.is_dir(), f"no model folder {path!r}{nearest(path, beside)}",
+            _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
+    return folder
 
 
 def data_file(path: str) -> Path:
     """The path of a data file. Raises UserError where there is none."""
-    require(Path(path).is_file(), f"no data file {path}", "a .json, .jsonl or .parquet file that exists")
+    require(Path(path).is_file(), f"no data file {path}",
+            _build(path) or "a .json, .jsonl or .parquet file that exists")
     return Path(path)
+
+
+def _build(path):
+    """What makes the folder of the tiny presets."""
+    return "python tiny.py, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
 def help_class() -> type:

@@ -18,6 +18,7 @@ import heapq
 import itertools
 import operator
 import os
+import sys
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -220,7 +221,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
     default_kind = kind_of(cfg.reward)
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     end = getattr(tokenizer, "eos_token_id", None)
-    problems, repeated, too_long = Problems(), Repeated(), []
+    problems, repeated, too_long, shortest = Problems(), Repeated(), [], sys.maxsize
     for path, weight in zip(paths, weights, strict=True):
         problems.add_file(path, weight)
         fresh = repeated.filter(problem_rows(path, default_kind))
@@ -233,10 +234,12 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
                 if len(ids) <= limit:
                     problems.add(number, row, ids)
                 else:
+                    shortest = min(shortest, len(ids))
                     too_long.append(f"{os.path.basename(path)}:{number}" if len(too_long) < 5 else "")
     name = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{name} "
-            f"{getattr(cfg, name)} tokens, or leaves no room for a response", f"a larger --{name}")
+            f"{getattr(cfg, name)} tokens, or leaves no room for a response: with --template {cfg.template} "
+            f"the shortest has {shortest}", f"a larger --{name}, or another --template")
     dropped = str(repeated)
     if too_long:
         some = " ".join(too_long[:5]) + " …" * (len(too_long) > 5)

@@ -386,32 +386,31 @@ stop_signal: list[Any] = []  # name and time of the signal that requested a stop
 def handle_signals(grace: float) -> Iterator[None]:
     """Inside, SIGTERM, SIGUSR1 and ctrl-C request a stop (`stop_requested`) instead of ending the process.
     The process ends anyway, with status 1, after `grace` seconds or at a second ctrl-C."""
-    timers = []
+    ended = threading.Event()
 
-    def request(number, frame):
+    def request(number, frame):  # takes no lock: another signal may come while it runs
         now = time.monotonic()
         if not stop_signal:
-            timers.append(threading.Timer(grace, give_up))
-            timers[0].daemon = True
-            timers[0].start()
             stop_signal.extend((signal.Signals(number).name, now))
         elif number == signal.SIGINT and now - stop_signal[1] > 2:  # torchrun repeats the first ctrl-C
             os._exit(1)
 
-    def give_up():
-        print(f"rank {os.environ['RANK']}: {stop_signal[0]} came {grace:.0f} s ago (--grace), and phase "
-              f"{CURRENT.name} has not ended: leaving without a save", file=sys.stderr)
-        os._exit(1)
+    def watch_grace():
+        while not ended.wait(0.2):
+            if stop_signal and time.monotonic() - stop_signal[1] > grace:
+                print(f"rank {os.environ['RANK']}: {stop_signal[0]} came {grace:.0f} s ago (--grace), and "
+                      f"phase {CURRENT.name} has not ended: leaving without a save", file=sys.stderr)
+                os._exit(1)
 
     stop_signal.clear()
+    threading.Thread(target=watch_grace, daemon=True, name="grace").start()
     before = {n: signal.signal(n, request) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for timer in timers:
-            timer.cancel()
+        ended.set()
         stop_signal.clear()
 
 

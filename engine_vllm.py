@@ -130,7 +130,8 @@ def _import_vllm():
     except ImportError as e:
         raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
-    require(f"{__version__}.".startswith(f"{VERSION}."), f"--engine vllm, and vllm is {__version__}",
+    tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
+    require(tested, f"--engine vllm, and vllm is {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
     return LLM
 

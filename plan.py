@@ -421,7 +421,10 @@ def verdict(case: Case) -> str:
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = _fullest_first(case)[0]
-    return f"fits: the fullest phase, {phase}, takes {gib(usage['total'])} a rank, and {_available(case)}"
+    fits = "may fit" if case.gpu and usage["total"] > case.gpu.memory else "fits"
+    discount = f" (estimated terms count {DISCOUNT:.0%})" if fits == "may fit" else ""
+    return (f"{fits}: the fullest phase, {phase}, takes {gib(usage['total'])} a rank, and "
+            f"{_available(case)}{discount}")
 
 
 def _available(case):
@@ -619,7 +622,8 @@ def summary(case: Case, price: float = 0.0) -> list[str]:
     phase, usage = _fullest_first(case)[0]
     device = f" of {gib(case.gpu.memory)}" if case.gpu else ""
     host = f" of {gib(case.host)}" if case.host else ""
-    fitting = "does not fit" if shortage(case) else "fits"
+    over = case.gpu and usage["total"] > case.gpu.memory
+    fitting = "does not fit" if shortage(case) else "may fit (estimates are discounted)" if over else "fits"
     lines = {
         "devices": f"{case.world} × {case.gpu.name if case.gpu else 'CPU'}, {case.local} on a machine",
         "model": f"{Path(policy.name).name}: policy {_count(policy.policy)}{critic} parameters",
@@ -645,8 +649,13 @@ def _time(case, price):
     if not spans:
         return "unknown: only GPUs of plan.py's table are estimated"
     low, high = spans.values()
-    dollars = f", ${low * case.world * price:,.2f} to {high * case.world * price:,.2f}" if price else ""
-    return f"{_hours(low)} to {_hours(high)}{dollars} (estimated)"
+    dollars = " to ".join(_rounded(hours * case.world * price) for hours in (low, high))
+    return f"{_hours(low)} to {_hours(high)}" + f", ${dollars}" * (price > 0) + " (estimated)"
+
+
+def _rounded(x):
+    """Two significant digits: the estimate has no more."""
+    return f"{float(f'{x:.2g}'):,g}"
 
 
 def _hours(hours):

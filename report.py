@@ -56,9 +56,8 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
     for run in {run.resolve(): run for run in runs}.values():
         config = _read_json(run / "config.json")
         same = json.dumps({field: value for field, value in config.items() if field not in ("seed", "out")})
-        # The demo has a base model for each seed, in a folder named for it.
-        same = re.sub(rf"-{config.get('seed', '')}(?=[\"/])", "-SEED", same)
         groups.setdefault(same if config else str(run), []).append(run)
+    groups = _joined(groups)
     for group in groups.values():
         names = [run.resolve().name for run in group]
         if len(group) > 1:  # seeds 10 and 11 both begin with 1
@@ -66,6 +65,17 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
         unique = names[0] != "" and names[0] not in named
         named[names[0] if unique else str(group[0].resolve())] = group
     return named
+
+
+def _joined(groups):
+    """Groups of one run each whose configs are equal when -SEED stands for their seeds in paths are one: the
+    demo has a base model for each seed, in a folder named for it."""
+    joined = {}
+    for same, runs in groups.items():
+        seed = _read_json(runs[0] / "config.json").get("seed", "")
+        key = re.sub(rf"-{seed}(?=[\"/])", "-SEED", same) if len(runs) == 1 else same
+        joined.setdefault(key, []).extend(runs)
+    return joined
 
 
 def band(curves: Sequence[Mapping[int, float]]) -> list[tuple[int, float, float, float]]:
@@ -485,7 +495,7 @@ def write_comparison(runs: Sequence[Path], to: Path) -> None:
         table.append([f"{name}\nseed {seeds}", *(_spread([o[key] for o in outcomes]) for key in outcomes[0])])
     flags = differences([group[0] for group in named.values()]).items()
     line = "A band and small print: lowest and highest of a recipe's runs."
-    page = _page(f"{len(runs)} runs of {len(named)} recipes", line, {
+    page = _page(f"{len(runs)} runs of {len(named)} recipe{'s' * (len(named) > 1)}", line, {
         "Recipes": _html_table(table, "recipe", *outcomes[0]), "Curves": _curves(plot(runs)),
         "Flags": _fold("The flags in which the recipes differ", _html_table(
             [["", *named], *([f"--{field}", *values] for field, values in flags if field != "seed")]))})
@@ -497,7 +507,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     usage = "python report.py RUN [--watch SECONDS], or RUN RUN2 … [--out compare.png or compare.html]"
     parser = argparse.ArgumentParser("report.py", description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
-    parser.add_argument("--out", type=Path, default=Path("compare.png"), help="picture or page of runs")
+    parser.add_argument("--out", type=Path, help="comparison of several runs: .png or .html")
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", type=float, const=10.0,
                         help="write the report of a run again and again until the run ends")
     parser.error = lambda found: require(False, found, usage)
@@ -510,10 +520,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in args.runs:
             require(bool(read_metrics(run)), f"{'no metrics in' if run.is_dir() else 'no folder'} {run}",
                     "the folder of a run that has logged a step (train.py's --out, with metrics.jsonl in it)")
+        require(len(args.runs) > 1 or args.out is None, f"--out {args.out} with one run",
+                "two runs or more; the report of one is written into its folder")
         if len(args.runs) == 1:
             write_report(*args.runs)
             print(story(*args.runs))
             return
+        args.out = args.out or Path("compare.png")
         try:
             (write_comparison if args.out.suffix == ".html" else plot)(args.runs, args.out)
         except (OSError, ValueError) as e:  # a folder or a kind of picture that can't be written

@@ -651,6 +651,8 @@ def _rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": "math", **row}
+        if "gold" in row:  # of a run's samples/, where `answer` is what was extracted
+            row["answer"] = row["gold"]
         for field, needed in FIELDS.items():
             value = row.get(field)
             require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}", needed.__name__)

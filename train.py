@@ -139,7 +139,10 @@ def main(cfg: Config) -> None:
         gc.unfreeze()  # in a notebook the next run needs the memory
         if run.world.main:
             folder = Path(os.path.relpath(run.log.out))
-            report.write_report(folder)
+            try:
+                report.write_report(folder)
+            except OSError as e:  # the disk is full; the models are saved
+                print(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
                 print(report.story(folder))
 
@@ -341,7 +344,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
-        checks.first_look(cfg, run.tokenizer, batch, samples, run.log.say)
+        checks.first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples, draw)
     return batch, samples

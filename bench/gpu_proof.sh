@@ -18,6 +18,7 @@ if [ -n "${VLLM_SITE:-}" ]; then
     export PYTHONPATH="$VLLM_SITE${PYTHONPATH:+:$PYTHONPATH}"
     export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}" # not among the packages
 fi
+export TORZ_ANY_VLLM=1 # also 0.26, which loses what it keeps under the tag kv_cache while it sleeps
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 parts=${*:-smoke rollout train}
 device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {

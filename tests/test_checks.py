@@ -5,10 +5,13 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from conftest import ROOT, maths, run_ranks, start_ranks
 
 import checks
 import ckpt
+import dist
 import tiny
 from configs import UserError
 from log import read_metrics
@@ -242,3 +246,42 @@ def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
     assert run_ranks(2, ranks.stopped_in_resampling, cfg) == ["", ""]
     assert time.monotonic() - began < 60
     assert ckpt.complete(tmp_path / "o") == read_metrics(tmp_path / "o") == []
+
+
+# --- signals
+
+
+def storm(pid):
+    """Send the process two kinds of signals, as fast as possible."""
+    for _ in range(400):
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def stormed(rounds):
+    """How many of the rounds, in each of which signals arrive while others are handled, requested a stop."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    stops = 0
+    for _ in range(rounds):
+        sender = get_context("fork").Process(target=storm, args=(os.getpid(),))
+        with dist.handle_signals(30.0):
+            sender.start()
+            while sender.exitcode is None:
+                time.sleep(0.001)
+            stops += bool(dist.stop_signal)
+    return stops
+
+
+def test_a_signal_may_come_while_another_is_handled():
+    assert run_ranks(1, stormed, 8) == [8]
+
+
+def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
+    """The models are saved by then, so the run ends as it should."""
+    shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
+    (tmp_path / "plot.png").unlink()
+    (tmp_path / "plot.png").mkdir()
+    assert run_ranks(1, ranks.main, dataclasses.replace(base, out=str(tmp_path))) == [""]
+    assert "!! can't write the report to " in capfd.readouterr().out

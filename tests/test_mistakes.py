@@ -131,6 +131,21 @@ def test_there_are_many():
     assert len(AT_ONCE) + len(ON_RANKS) >= 50
 
 
+def test_a_mistyped_model_and_the_demos_missing_one_are_told_what_to_type(folder, tiny):
+    for typed, words in ((["--model", "mambo"], "no model folder 'mambo' (did you mean mamba?); needed: "),
+                         (["--model", f"{folder}/bar"], "/bare?); needed: "),
+                         ([], "needed: python tiny.py, which makes it")):
+        command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", *typed, "--data", "rows.jsonl"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_help_into_a_closed_pipe_is_no_traceback():
+    pipe = f"{sys.executable} {ROOT}/train.py orz-7b --help | head -n 3"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
+    assert done.stdout.count("\n") == 3 and done.stderr == ""
+
+
 @pytest.mark.parametrize("wait", ["loading", "problems from"])
 def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
     """While torch is imported, and while the run is prepared. No folder is left."""
@@ -151,6 +166,7 @@ def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, m
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.delenv("TORZ_ANY_VLLM", raising=False)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "0")  # else they stay set
     if fits:

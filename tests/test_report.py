@@ -221,6 +221,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(seeds, tmp_pat
     own = [run_of(tmp_path / str(i), i, healthy(i), model="Qwen/Qwen2.5-0.5B", data=(f"base-{i}/d.jsonl",))
            for i in (0, 1)]
     assert list(report.recipes(own).values()) == [own]  # each seed has its own base model
+    same = [run_of(tmp_path / f"same-{i}", i, healthy(i), model="runs/base-0") for i in (0, 1, 2)]
+    assert list(report.recipes(same).values()) == [same]  # one base model, with the number of a seed
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():

@@ -213,7 +213,7 @@ def test_grpos_losses_are_means_over_sampled_tokens():
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, samples_per_prompt=3)
     (samples,) = run_ranks(1, shares, samples, cfg)
     p, steps = data.pack(samples), [mine for mine in steps_of(samples) if mine]
-    segment, tokens = ppo.segment_ids(p.cu_seqlens), sum(map(len, steps))
+    segment, tokens = ppo.segment_ids(p.cu_seqlens, int(p.cu_seqlens[-1])), sum(map(len, steps))
     old = random(1, len(p.tokens))
     logp, adv = old + 0.3 * random(2, len(old)), p.advantages.double()
     per_prompt = {}
