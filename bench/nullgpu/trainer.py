@@ -47,7 +47,6 @@ import configs
 import data
 import dist
 import model
-import ppo
 import train
 from bench.shape import config_of
 from log import Meter
@@ -62,7 +61,7 @@ HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> the 
 
 def host_values() -> None:
     """Take what decides the sizes of tensors, segments' lengths and masks, from the host."""
-    nonzero, cpu, segment_ids = Tensor.nonzero, Tensor.cpu, ppo.segment_ids
+    nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
         return HOST.get(x.data_ptr()) if x.is_cuda else None
@@ -73,7 +72,7 @@ def host_values() -> None:
             return function(x, *args, **kwargs) if host is None else function(host).to(x.device)
         return call
 
-    Tensor.nonzero, ppo.segment_ids = of_host(nonzero), of_host(segment_ids)
+    Tensor.nonzero = of_host(nonzero)
     Tensor.cpu = lambda x, *args, **kwargs: cpu(x, *args, **kwargs) if known(x) is None else known(x)
 
 
