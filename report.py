@@ -201,7 +201,8 @@ def plot(runs: Sequence[Path], to: Path | None = None) -> dict[str, bytes]:
             _figure(data, title, keys, scale, single and scale == "stacked").savefig(file)
             drawn[title] = file.getvalue()
     if to:
-        sheet = Image.new("RGB", (3 * WIDTH, math.ceil(len(drawn) / 3) * HEIGHT), "white")
+        high = max(1, math.ceil(len(drawn) / 3)) * HEIGHT  # a run that was stopped at once has no panel
+        sheet = Image.new("RGB", (3 * WIDTH, high), "white")
         for i, png in enumerate(drawn.values()):
             sheet.paste(Image.open(io.BytesIO(png)), (i % 3 * WIDTH, i // 3 * HEIGHT))
         sheet.save(to)
