@@ -245,6 +245,13 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error():
         grade("1", "1", "maths")
 
 
+def test_a_graders_unknown_kind_is_an_error_whatever_the_response_is(grader):
+    for response in ("no answer", "<answer>\\boxed{1}</answer>"):
+        with pytest.raises(UserError, match="answer kind 'vibes' is unknown; needed: one of math"):
+            grader.submit(0, response, "1", True, "vibes")
+    assert grader.results() == {}
+
+
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
     """And no two golds of a set that are written differently are equal: 30 x 30 and 198 x 198 pairs."""
