@@ -491,7 +491,7 @@ def _run(case):
     return f"""
         ranks | {case.world} || {case.local} on a machine; {cfg.tp} in an engine; {case.shards} share one \
             copy of weights and optimizer
-        prompts | {case.problems} || in --data; where that can't be read, about as many as ORZ's
+        prompts | {case.problems} || in --data; where that can't be read, as in the preset's
         steps | {steps} ||
         episodes | {steps * cfg.samples_per_step} || prompt-response pairs: total_episodes (Open-Instruct)
         policy parameters | {case.policy.policy} || sizes of {case.policy.name}

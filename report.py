@@ -532,7 +532,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             (write_comparison if args.out.suffix == ".html" else plot)(args.runs, args.out)
         except (OSError, ValueError) as e:  # a folder or a kind of picture that can't be written
             raise UserError(str(e)) from None
-        print(f"{compare(args.runs)}\n\nplot  {args.out}")
+        print(f"{compare(args.runs)}\n\n{'page' if args.out.suffix == '.html' else 'plot'}  {args.out}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Departs from Open-Reasoner-Zero: losses are divided by token counts of the whole
 neither the number of ranks nor the packing changes a run; no sample is dropped or repeated; the pass for old
 log-probs is left out where the ratio is 1."""
 
+import contextlib
 import gc
 import math
 import os
@@ -127,7 +128,8 @@ class Run:
 def main(cfg: Config) -> None:
     """Train as cfg says. Raises UserError, the same on every rank, for mistakes that a user can mend."""
     run = prepare(cfg)
-    with run.lock:
+    with run.lock, contextlib.ExitStack() as stack:
+        stack.callback(gc.unfreeze)  # prepare froze; in a notebook the next run needs the memory
         with run.log, dist.handle_signals(cfg.grace):
             done = train(run)
             if done:
@@ -136,7 +138,6 @@ def main(cfg: Config) -> None:
                 run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
                             "the same command continues there")
         run.grader.close()
-        gc.unfreeze()  # in a notebook the next run needs the memory
         if run.world.main:
             folder = Path(os.path.relpath(run.log.out))
             try:

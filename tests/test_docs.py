@@ -8,6 +8,7 @@ them: commands stand in indented blocks, in `bash` blocks or in `code spans`; a 
 import ast
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -36,6 +37,7 @@ TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "
 # What is not run here, and why. Everything else that the docs tell people to type is run.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
+    "python tiny.py runs/tool-base": "takes a minute; test_turns.py makes such a model",
     "make gsm8k": "needs a GPU and hours; test_recipes.py takes a step at its shapes",
     "make test": "this is it",
     "make rehearse": "takes 33 processes and minutes",
@@ -218,6 +220,7 @@ def test_rows_of_data_are_read():
 def test_every_flag_exists():
     from torch.distributed.run import get_args_parser
 
+    import tiny
     from configs import Config
 
     fields = dataclasses.fields(Config)
@@ -226,7 +229,8 @@ def test_every_flag_exists():
     sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]
     scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
-    known = ours | switches | scripts | theirs | SLURM | {"logdir", "help", "ipc"}
+    of_tiny = set(inspect.signature(tiny.build).parameters)
+    known = ours | switches | scripts | theirs | of_tiny | SLURM | {"logdir", "help", "ipc"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}

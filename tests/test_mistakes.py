@@ -146,6 +146,16 @@ def test_help_into_a_closed_pipe_is_no_traceback():
     assert done.stdout.count("\n") == 3 and done.stderr == ""
 
 
+def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
+    """No library adds a word when the process ends."""
+    command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
+               "--eval_every", "0", "--device", "cpu", "--out", f"{tmp_path}/run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1 and last.startswith("train.py: "), done.stderr[-2000:]
+    assert "of the first 256 responses" in last and "--go to train anyway" in last
+
+
 @pytest.mark.parametrize("wait", ["loading", "problems from"])
 def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
     """While torch is imported, and while the run is prepared. No folder is left."""
