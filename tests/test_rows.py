@@ -716,7 +716,7 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     assert [len(p.ids) for p in kept] == [19] and "dropped 2 over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
-    with pytest.raises(UserError, match="leaves no room for a response: with --template plain the shortest has 19"):
+    with pytest.raises(UserError, match="no room for a response: with --template plain the shortest has 19"):
         load(path, tokenizer, replace(cfg, max_model_len=12))
 
 
