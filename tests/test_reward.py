@@ -81,7 +81,7 @@ def grader():
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=DEADLINE) as grader:
         yield grader
-    assert len(os.listdir("/proc/self/fd")) == handles
+    assert len(os.listdir("/proc/self/fd")) <= handles  # garbage of other tests may go meanwhile
     assert children() == processes
 
 
