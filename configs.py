@@ -527,7 +527,7 @@ def check_paths(cfg: Config) -> None:
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in [cfg.model] + [cfg.critic_model] * (cfg.critic_model != ""):
-        if not HUB_ID.fullmatch(path) or Path(path).parent.is_dir():
+        if not HUB_ID.fullmatch(path):
             model_folder(path)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if path.endswith(DATA_FILES) and ":" not in path:
@@ -546,11 +546,15 @@ def check_trackers(cfg: Config) -> None:
 
 def model_folder(path: str) -> Path:
     """The path of a model's folder. Raises UserError where there is none."""
-    folder = Path(path)
-    beside = [str(p) for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    require(path != "" and folder.is_dir(), f"no model folder {path!r}{nearest(path, beside)}",
+    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}{neighbour(path)}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
-    return folder
+    return Path(path)
+
+
+def neighbour(path: str) -> str:
+    """What `nearest` says of the names beside a path that does not exist."""
+    parent = Path(path).parent
+    return nearest(path, [str(p) for p in parent.iterdir()]) if parent.is_dir() else ""
 
 
 def data_file(path: str) -> Path:

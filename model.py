@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, model_folder, require
+from configs import CHUNK_BYTES, HUB_ID, model_folder, neighbour, require
 from data import Pack
 from dist import Device, Weights
 
@@ -513,7 +513,8 @@ def resolve(name: str, repo_type: str = "model") -> str:
             error = str(e).strip().partition("\n")[0][:150] or type(e).__name__
     error = max(dist.gather(error))  # the other ranks wait here
     kind, flag = ("", "--model") if repo_type == "model" else (f" --repo-type {repo_type}", "--data")
-    require(not error, f"no folder {name}, and the Hub's {repo_type} {name} can't be had ({error})",
+    require(not error,
+            f"no folder {name}{neighbour(name)}, and the Hub's {repo_type} {name} can't be had ({error})",
             f"hf download {name}{kind} --local-dir DIR where there is a network, and then {flag} DIR")
     return name if here else _snapshot(name, repo_type, local_files_only=True)
 

@@ -186,6 +186,7 @@ class Case:
     local: int = 1  # ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0: unknown
     problems: int = PROBLEMS[""]  # prompts of an epoch
+    assumed: bool = False  # whether this number is a guess, because no data was read
 
     def __post_init__(self) -> None:
         """Set the numbers that follow from these."""
@@ -628,7 +629,7 @@ def summary(case: Case, price: float = 0.0) -> list[str]:
         "devices": f"{case.world} × {case.gpu.name if case.gpu else 'CPU'}, {case.local} on a machine",
         "model": f"{Path(policy.name).name}: policy {_count(policy.policy)}{critic} parameters",
         "length": f"{steps:,} steps, {steps * each:,} responses to {case.problems:,} prompts"
-                  + " (assumed)" * (case.problems in PROBLEMS.values()),
+                  + " (assumed)" * case.assumed,
         "a step": f"{cfg.prompts_per_step} prompts × {cfg.samples_per_prompt} responses; updates: {updates}",
         "tokens": f"prompt up to {cfg.max_prompt_len:,}, response up to {cfg.max_response_len:,}; packs of "
                   f"{cfg.pack_len:,}",
@@ -720,9 +721,11 @@ def main() -> None:
     policy = find_shape(cfg.model, named)
     critic = find_shape(cfg.critic_model) if cfg.critic_model else policy
     problems = next(count for part, count in PROBLEMS.items() if part in preset)
+    read = 0
     with suppress(UserError):  # a plan needs no data
-        problems = sum(1 for path in cfg.data for _ in configs.read_rows(path)) or problems
-    case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=problems)
+        read = sum(1 for path in cfg.data for _ in configs.read_rows(path))
+    case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=read or problems,
+                assumed=not read)
     rows = rows_of(case)
     if options.json:
         print(json.dumps({"preset": preset, "gpu": gpu, **as_json(rows), "verdict": verdict(case),
@@ -733,10 +736,10 @@ def main() -> None:
 
 
 def _dollars(text):
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"--price {text}; needed: dollars of a GPU hour, as --price 2.5") from None
+    with suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise UserError(f"--price {text}; needed: dollars of a GPU hour, as --price 2.5")
 
 
 if __name__ == "__main__":
