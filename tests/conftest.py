@@ -5,6 +5,7 @@ import json
 import os
 import string
 import sys
+import threading
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from tqdm import tqdm
 
 torch.set_num_threads(1)
 
@@ -69,6 +71,8 @@ def _rank(target, rank, world, port, file, args):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    # tqdm's own lock is one for all forked processes: a rank killed while it draws would stop all later ones.
+    tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()
     os._exit(0)  # without pytest's exit handlers, which belong to the parent
@@ -99,7 +103,10 @@ def run_ranks(world: int, target, *args):
     processes, folder = start_ranks(world, target, *args)
     with folder:
         for p in processes:
-            p.join(600)
+            p.join(300)
+        for p in processes:
+            p.kill()
+            p.join()
         assert all(p.exitcode == 0 for p in processes), [p.exitcode for p in processes]
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
