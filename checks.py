@@ -44,11 +44,10 @@ from rollout import (
     accuracy,
     compared_datasets,
     hopeless_as_text,
-    reward_files,
-    terms_of,
     too_many_hopeless,
     try_golds,
 )
+from trajectories import reward_files, terms_of
 
 # --- the machines
 

@@ -3,6 +3,7 @@
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
     shard-00000.safetensors   one a rank: its slices of all tensors; the header holds their offsets
+    carried-00000.npz         one a rank that has some: the trajectories it goes on with (--carry)
     state.json                steps done, config, fingerprint of the problems, versions
     COMPLETE                  bytes and CRC-32 of every file; without it the checkpoint does not count
 
@@ -30,11 +31,13 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as td
 import torch.distributed.checkpoint as dcp
@@ -51,13 +54,13 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 import dist
 import plan
 from configs import Config, UserError, changed, require, user_errors
-from data import chat_template, prompt_form
+from data import Sample, chat_template, prompt_form
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
 
 MARKER = "torz.json"  # of an exported folder
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
-OURS = re.compile(r"shard-\d{5,}\.safetensors|state\.json")  # files of a checkpoint, beside its mark
+OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.npz|state\.json")  # files of a checkpoint
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]  # by name: policy, critic, ref (without optimizer)
 
 
@@ -174,9 +177,10 @@ class Saver:
             self._remove_unfinished()
             prune(out, cfg.keep, cfg.keep_best)
 
-    def save(self, step: int, wait: bool = False) -> str:
+    def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> str:
         """Wait for the previous save, then start the checkpoint of `step`; with `wait`, finish it too.
-        Returns the error of the last save that ended, or "". What is saved already is not saved again.
+        `carried`: the trajectories that this rank goes on with. Returns the error of the last save that
+        ended, or "". What is saved already is not saved again.
 
         Raises UserError after two failures in a row.
         """
@@ -185,7 +189,7 @@ class Saver:
             return warning
         self.step, self.reported = step, False
         self.buffer.update()
-        self.in_flight = self.pool.submit(self._complete, self._temporary_folder())
+        self.in_flight = self.pool.submit(self._complete, self._temporary_folder(), carried)
         return (self.finish() if wait else "") or warning
 
     def _temporary_folder(self):
@@ -230,13 +234,14 @@ class Saver:
                 f"a {self.out} that can be written to")
         return "" if self.reported else error + left
 
-    def _complete(self, temp):
+    def _complete(self, temp, carried):
         """Check and write; when all ranks have, rank 0 publishes the checkpoint and prunes. Returns what
         could not be pruned. Raises SaveFailed."""
-        bad, error, checksum = self.buffer.not_finite(), "", ""
+        bad, error, checksum, rank = self.buffer.not_finite(), "", "", f"{td.get_rank():05d}"
         if not bad:
-            file = temp / f"shard-{td.get_rank():05d}.safetensors"
-            error, checksum = _attempt(self.buffer.write, file)
+            error, checksum = _attempt(self.buffer.write, temp / f"shard-{rank}.safetensors")
+        if not bad and not error and carried:
+            error, _ = _attempt(write_samples, temp / f"carried-{rank}.npz", carried)
         every = dist.gather((bad, error, checksum), self.group)
         self.not_finite, error, left = max(x[0] for x in every), max(x[1] for x in every), ""
         if self.not_finite:
@@ -309,6 +314,33 @@ def _sync(*paths):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
+
+
+# --- trajectories that go on in the next step
+
+ARRAYS = {"ids": "ids", "logp": "logp", "sampled": "is_sampled", "versions": "token_versions"}
+
+
+def write_samples(file: Path, samples: Sequence[Sample]) -> None:
+    """Write samples to `file`, and wait until they are on the disk."""
+    rows = [{f.name: getattr(s, f.name) for f in fields(s) if f.name not in ARRAYS} for s in samples]
+    arrays = {name: np.concatenate([getattr(s, source) for s in samples]) for name, source in ARRAYS.items()}
+    text = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+    np.savez(file, rows=text, lengths=[len(s.ids) for s in samples], **arrays)
+    _sync(file)
+
+
+def read_carried(folder: Path) -> list[Sample]:
+    """The trajectories that all ranks of a checkpoint's run go on with, in order."""
+    found = []
+    for file in sorted(folder.glob("carried-*.npz")):
+        with np.load(file) as arrays:  # nothing pickled is loaded
+            rows, ends = json.loads(arrays["rows"].tobytes()), arrays["lengths"].cumsum()[:-1]
+            columns = {name: np.split(arrays[name], ends) for name in ARRAYS}
+        for i, row in enumerate(rows):
+            lists = {name: tuple(row[name]) for name in ("prompt", "failed")}
+            found.append(Sample(**row | lists | {name: column[i] for name, column in columns.items()}))
+    return sorted(found, key=lambda s: (s.prompt_id, s.sample_id))
 
 
 # --- the checkpoints of a run

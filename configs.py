@@ -141,6 +141,9 @@ class Config:
     max_response_len: Count = 8000  # tokens
     max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
     resample_rounds: Amount = 0  # rounds that replace prompts whose samples all have one reward (grpo: DAPO)
+    round_len: Amount = 0  # tokens of a trajectory after which engines share out the work again; 0: never
+    carry: Annotated[float, Range(0, 1, below=True)] = 0.0  # share of more prompts that are sampled at a time
+    max_staleness: Count = 2  # steps that an unfinished prompt is carried on for, with --carry
     pack_len: Count = 16384  # tokens of one forward pass on one rank
     policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch
     critic_updates: Count = 12  # optimizer steps on the critic per pass, each on its own minibatch
@@ -245,6 +248,17 @@ class Config:
                 "one of them: --resume continues the same run, --start_from begins another")
         require(not self.env or self.tp == 1, f"--env {self.env} with --tp {self.tp}",
                 "--tp 1: ranks of one engine do not agree on turns")
+        require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
+                f"--round_len {-(-self.max_response_len // 16)}, or other tokens after which to look what is "
+                "complete")
+        require(not self.carry or self.tis_clip is not None, f"--carry {self.carry} without --tis_clip: "
+                "tokens of older weights are trained on, and not corrected", "--tis_clip 2")
+        for flag, usual in (("tp", 1), ("resample_rounds", 0)) if self.round_len else ():
+            value = getattr(self, flag)
+            require(value == usual, f"--round_len {self.round_len} with --{flag} {value}",
+                    f"one of them: no --round_len, or --{flag} {usual}")
+        require(self.round_len < self.max_response_len, f"--round_len {self.round_len} is as long as a "
+                "response", f"less than --max_response_len {self.max_response_len}, or no --round_len")
         require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")
@@ -284,6 +298,11 @@ class Config:
     @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def extra_prompts(self) -> int:
+        """Prompts that are sampled at a time beyond those of a step."""
+        return round(self.carry * self.prompts_per_step)
 
     @property
     def minibatches(self) -> int:
@@ -589,6 +608,7 @@ EFFECTS = (
     ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
     ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
     ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
+    ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("start_moments", lambda c: c.start_from != "", "--start_from"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),

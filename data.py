@@ -20,7 +20,7 @@ import operator
 import os
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -81,7 +81,7 @@ class Sample:
     logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 where not sampled
     stopped: bool  # ended by EOS or a stop string, not by the length limit
     text: str  # the response, decoded
-    version: int  # of the weights that sampled it
+    version: int  # of the weights that sampled its last segment
     reward: float = 0.0  # from the grader
     reason: str = ""  # why that reward: one of reward.REASONS
     answer: str | None = None  # what was extracted from the response
@@ -91,7 +91,9 @@ class Sample:
     failed: tuple[str, ...] = ()  # graders whose function raised
     in_loss: bool = True  # whether its sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
-    turns: int = 1  # segments that the policy sampled
+    versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
+    turns: int = 1  # its texts of the environment, and 1
+    turn_start: int = 0  # where its last turn starts in ids
     advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
     prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
 
@@ -104,6 +106,11 @@ class Sample:
     def is_sampled(self) -> np.ndarray:
         """(L,) bool: the response tokens that the policy sampled."""
         return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """(L,) int32: version of the weights that sampled each token."""
+        return np.full(len(self.ids), self.version, np.int32) if self.versions is None else self.versions
 
     @property
     def entered(self) -> dict[str, float]:
@@ -126,6 +133,7 @@ class Pack:
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
     loss_tokens: Tensor  # (L,) indices of these tokens; made on the host, where their number is known
+    fresh_tokens: Tensor  # (F,) those of them that the step's own weights sampled: all, without --carry
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
@@ -405,10 +413,27 @@ def _identity(*fields):
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """The step's prompts. The order is reshuffled each epoch and is a pure function of (seed, step)."""
+    """The prompts that begin in the step. The order is reshuffled each epoch and is a pure function of (seed,
+    step)."""
+    return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
+
+
+def problems_at(problems: Sequence[Problem], numbers: Iterable[int], cfg: Config) -> dict[int, Problem]:
+    """The run's prompts by number. The number counts the prompts from the run's start."""
     groups, n = _groups(problems), epoch_len(problems)
-    numbers = range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step)
-    return [problems[_epoch(cfg.seed, i // n, groups)[1][i % n]] for i in numbers]
+    return {i: problems[_epoch(cfg.seed, i // n, groups)[1][i % n]] for i in numbers}
+
+
+def numbers_at(step: int, cfg: Config) -> range:
+    """Numbers of the prompts that begin in the step: as many as it trains on. The first step has the extra
+    ones of --carry too."""
+    count, extra = cfg.prompts_per_step, cfg.extra_prompts
+    return range(step * count + (extra if step else 0), (step + 1) * count + extra)
+
+
+def step_of(number: int, cfg: Config) -> int:
+    """The step in which the prompt of that number begins."""
+    return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
@@ -464,20 +489,23 @@ def _epoch(seed, epoch, groups):
 
 
 def extended(before: Sample, segment: Sample) -> Sample:
-    """A trajectory with its next turn: `before`, and then `segment`, whose prompt is all of `before`."""
+    """A trajectory with its next segment, whose prompt is all of `before`. Its text stays that of
+    `before`."""
+    sampled = np.concatenate([before.is_sampled, segment.is_sampled])
+    versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
-        segment, prompt_id=before.prompt_id, sample_id=before.sample_id, prompt=before.prompt,
-        ids=np.concatenate([before.ids, segment.ids]), logp=np.concatenate([before.logp, segment.logp]),
-        sampled=np.concatenate([before.is_sampled, segment.is_sampled]), text=before.text + segment.text,
-        turns=before.turns + 1)
+        before, ids=np.concatenate([before.ids, segment.ids]), stopped=segment.stopped,
+        logp=np.concatenate([before.logp, segment.logp]), sampled=None if sampled.all() else sampled,
+        versions=None if (versions == segment.version).all() else versions, version=segment.version)
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """The trajectory with a text of the environment at its end. `ids`: the text's tokens."""
-    ids = np.array(ids, dtype=np.int32)
-    return replace(
-        s, ids=np.concatenate([s.ids, ids]), logp=np.concatenate([s.logp, np.zeros(len(ids), np.float32)]),
-        sampled=np.concatenate([s.is_sampled, np.zeros(len(ids), bool)]), text=s.text + text)
+    """The trajectory with a text of the environment, after which its next turn starts. `ids`: the text's
+    tokens."""
+    reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
+                    sampled=np.zeros(len(ids), bool), versions=None)
+    return replace(extended(s, reply), text=s.text + text, turns=s.turns + 1,
+                   turn_start=len(s.ids) + len(ids))
 
 
 # --- packs
@@ -552,14 +580,15 @@ def partition(lengths: np.ndarray, bins: int, cap: int | None = None,
     return out
 
 
-def pack(samples: Sequence[Sample]) -> Pack:
+def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     """Lay samples end to end. Without samples: a filler of one token that no loss sees, so that every rank
-    runs equally many passes."""
+    runs equally many passes. `step`: the version of the weights whose tokens are fresh; None: all are."""
     if not samples:
         zero = torch.zeros(1)
         cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
-        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), zero[:0].long(), zero, zero, zero,
-                    zero, longest=1, responses=0, unique=zero.long(), inverse=zero.long())
+        none = zero[:0].long()
+        return Pack(zero.long(), zero.long(), cu_seqlens, zero.bool(), none, none, zero, zero, zero, zero,
+                    longest=1, responses=0, unique=zero.long(), inverse=zero.long())
     lengths = np.array([s.length for s in samples])
     ends = lengths.cumsum()
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -572,12 +601,16 @@ def pack(samples: Sequence[Sample]) -> Pack:
     segments = [np.array([*s.prompt, *s.ids], dtype=np.int64) for s in samples]
     unique, inverse = unique_prefixes(segments)
     mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
+    fresh = mask.copy()
+    if step is not None:
+        fresh[response] &= np.concatenate([s.token_versions for s in samples]) == step
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
         mask=mask,
         loss_tokens=mask.nonzero()[0],
+        fresh_tokens=fresh.nonzero()[0],
         engine_logp=logp,
         rewards=rewards,
         advantages=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled,

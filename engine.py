@@ -231,10 +231,14 @@ class Engine(abc.ABC):
 
     def sample(self, prompt_id: int, sample_id: int, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
-        """The Sample of one finished response. Its text leaves out an EOS token at the end."""
+        """The Sample of one finished response."""
+        return Sample(prompt_id, sample_id, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids),
+                      self.version)
+
+    def text_of(self, ids: np.ndarray) -> str:
+        """A response's text, without an EOS token at the end."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
-        text = self.tokenizer.decode(body.tolist())
-        return Sample(prompt_id, sample_id, tuple(prompt), ids, logp, bool(stopped), text, self.version)
+        return self.tokenizer.decode(body.tolist())
 
     def response_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Largest response to `prompt`, in tokens: `max_tokens`, or less where prompt and response together

@@ -10,7 +10,6 @@
 import contextlib
 import functools
 import gc
-import hashlib
 import io
 import itertools
 import json
@@ -21,7 +20,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from datetime import UTC, datetime
@@ -33,10 +32,9 @@ import numpy as np
 import torch
 
 import dist
-import grpo
 from ckpt import VERSIONS
-from configs import DATA_FILES, PRESETS, Config, UserError, help_class, parse, require, user_errors
-from data import Problem, Problems, Sample, answered, extended, group_by_prompt, load_problems
+from configs import DATA_FILES, Config, UserError, help_class, parse, require, user_errors
+from data import Problem, Problems, Sample, load_problems, numbers_at, step_of
 from engine import Engine, eos_ids, free_cache
 from engine_torch import TorchEngine
 from engine_vllm import VLLMEngine
@@ -49,23 +47,21 @@ from model import (
     ropes,
     vocabulary_hash,
 )
-from reward import (
-    MAX_ANSWER,
-    Grade,
-    Grader,
-    Term,
-    extract,
-    grade,
-    parse_terms,
-    repetition,
-    tag_count,
-    think_then_answer,
-)
+from reward import MAX_ANSWER, Grader, extract, grade
 from scores import Scores, accuracy, comparison_table, differences, mean, save_results, score_table, summary
+from trajectories import (
+    Key,
+    Trajectories,
+    check_graders,
+    extractors,
+    graders_of,
+    moves,
+    reward_files,
+    terms_of,
+)
 
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
-TURN = 4  # the key of a later turn: that of the first, TURN and the turn
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
@@ -110,122 +106,6 @@ def make_grader(cfg: Config) -> Grader:
                   any(t.kind for t in terms), cfg.env)
 
 
-# --- rewards
-
-
-def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). After a long prompt the
-    limit may be that of prompt and response together."""
-    limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
-    return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
-            for s, limit in zip(group, limits, strict=True)]
-
-
-def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Open-Instruct's penalty for responses that the length limit ended."""
-    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
-
-
-def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
-    responses to -0.5 for the longest; for a wrong response at most 0. An environment's tokens don't count."""
-    lengths = [int(s.is_sampled.sum()) for s in group]
-    shortest, spread = min(lengths), max(lengths) - min(lengths)
-    rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
-    return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
-
-
-# What training may add to the reward, by name: functions of the samples of one prompt. A part is on if
-# --reward names it, or its flag in BY_FLAG is given. Each is logged as reward/NAME.
-REWARD_PARTS = {
-    "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
-    "tags": lambda group, cfg: [tag_count(s.text) for s in group],
-    "repetition": lambda group, cfg: [-repetition(s.text) for s in group],
-    "length": length,
-    "overlong": overlong,
-    "nonstop": nonstop,
-}
-BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts that a flag of their own adds
-
-
-def terms_of(cfg: Config) -> list[Term]:
-    """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
-    terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
-    clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
-    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
-    return terms
-
-
-def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Name and weight of the parts that are on."""
-    named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
-    return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
-
-
-def part_names(cfg: Config) -> list[str]:
-    """Names of all that may enter a sample's score beside the first grader, whose mean is the reward's. Where
-    a data set has its own grader, the first one differs, and all graders are named."""
-    graders = [t for t in terms_of(cfg) if t.kind or t.custom]
-    own = any(t.dataset for t in graders)
-    return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
-
-
-def reward_files(cfg: Config) -> dict[str, str]:
-    """Path -> hash of the text of each file that --reward and --env name; "" for one that can't be read."""
-    functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
-    paths = {function.rpartition(":")[0] for function in functions if function}
-    files = {path: Path(path) for path in sorted(paths)}
-    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
-            for path, file in files.items()}
-
-
-def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
-    truncated one does not enter the loss."""
-    shaped, weights = [], weighted_parts(cfg)
-    for group in group_by_prompt(samples):
-        values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
-        for i, s in enumerate(group):
-            parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
-            shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
-    return shaped
-
-
-def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """The terms that grade a data set's responses; the first one's value is the reward. Terms of the data set
-    itself come first, and replace the comparison of answers."""
-    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
-    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
-
-
-def extractors(cfg: Config) -> dict[str, str]:
-    """Name of the extractor by data set; "" is that of all others. Raises UserError for two of one."""
-    found = {}
-    for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
-        whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
-        require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
-                f"for {whose}", "one each: NAME, and DATASET=NAME for the rows of a data set")
-        found[dataset.casefold()] = name
-    return {"": "orz"} | found
-
-
-def check_graders(sets: Iterable[Problems], cfg: Config) -> None:
-    """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
-    that no row has. `sets`: the run's problems, of training and evaluation."""
-    terms, datasets = terms_of(cfg), set().union(*(problems.datasets() for problems in sets))
-    there = {dataset.casefold() for dataset in datasets} - {""}
-    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
-    named = {t.dataset for t in terms} | extractors(cfg).keys()
-    unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
-    require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
-            f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
-    for dataset in sorted(datasets):
-        found = graders_of(dataset, terms)
-        require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
-                f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
-                f"--reward math {dataset}@FILE.py:FUNCTION")
-
-
 # --- rollouts
 
 
@@ -236,126 +116,66 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
     Each response is graded while others are still sampled. `on_response` is called at each response, with
     --env at each turn. If it returns True, sampling is aborted and the result is empty. The other arguments
-    are those of Engine.generate.
-
-    With --env the engine samples in rounds: the turns of one round are the responses to all trajectories so
-    far that go on. A trajectory is a function of (key, prompt_id, sample_id) and of the environment."""
-    turns = Turns(engine, grader, problems, n, max_tokens)
-    prompts, each, limits, round_key = {i: p.ids for i, p in problems.items()}, n, max_tokens, key
-    while prompts:
-        for s in engine.generate(prompts, each, temperature, limits, round_key, version):
-            if on_response():
-                return []
-            turns.take(s)
-        prompts, limits = turns.next_round()
-        each, round_key = 1, (*key, TURN, turns.turn)
-    return turns.graded()
+    are those of Engine.generate."""
+    trajectories = Trajectories(engine, grader, problems, n, max_tokens)
+    trajectories.begin(problems, version)
+    while trajectories.new or trajectories.going:
+        if not trajectories.advance(temperature, key, version, on_response):
+            return []
+    return trajectories.graded()
 
 
-class Turns:
-    """The trajectories of one rollout: what the engine goes on with, and what is graded. Without --env all of
-    them end in the first round.
+def rollout_in_rounds(engine: Engine, grader: Grader, problems: Mapping[int, Problem],
+                      carried: Sequence[Sample], cfg: Config, step: int,
+                      on_response: Callable[[], bool]) -> tuple[list[int], list[Sample], list[Sample]]:
+    """Sample in rounds of --round_len tokens until enough prompts for a step are complete, the oldest among
+    them. Between two rounds all ranks share out what is unfinished. Every rank must call it.
 
-        prompt 37+45=  | <tool>37+45</tool> | <result>82</result> | \\boxed{82} EOS
-        from             the policy, turn 1   the environment       the policy, turn 2
-        is_sampled       true                 false                 true
-
-    A trajectory ends when the environment says so or fails, at --max_turns, and at the length limit, which is
-    that of all turns together."""
-
-    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int,
-                 max_tokens: int) -> None:
-        cfg = engine.cfg
-        self.engine, self.grader, self.problems, self.n, self.max_tokens = (
-            engine, grader, problems, n, max_tokens)
-        self.terms, self.extractors = terms_of(cfg), extractors(cfg)
-        self.turn = 1  # of this round
-        self.before = {}  # prompt of this round -> trajectory; after the first round a prompt is a trajectory
-        self.asked = {}  # (prompt_id, sample_id) -> trajectory that the environment reads
-        self.ended = {}  # (prompt_id, sample_id) -> whole trajectory
-        self.replaced = {}  # (prompt_id, sample_id) -> reward and reason from the environment
-        self.results = {}  # of the grader
-
-    def take(self, s: Sample) -> None:
-        """Take a response of this round. It goes to the environment if it ended by itself, else to the
-        graders."""
-        whole = extended(self.before[s.prompt_id], s) if self.before else s
-        if self.engine.cfg.env and s.stopped:
-            key = whole.prompt_id, whole.sample_id
-            self.asked[key] = whole
-            self.grader.ask(key, self.problems[whole.prompt_id].text, s.text, self.turn)
-        else:
-            self.end(whole)
-
-    def end(self, s: Sample, replaced: dict[str, Any] | None = None) -> None:
-        """Give a whole trajectory to the graders. `replaced`: reward and reason that stand in place of the
-        first grader's."""
-        key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
-        self.ended[key] = s
-        if replaced:
-            self.replaced[key] = replaced
-        extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
-        for i, term in enumerate(graders_of(problem.dataset, self.terms)):
-            self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
-                               term.custom)
-
-    def next_round(self) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
-        """Wait for the environment. Returns the next round's prompts, and the tokens left to each."""
-        if not self.asked:
-            return {}, {}
-        self.results |= self.grader.results()
-        asked, self.asked, self.before = self.asked, {}, {}
-        for (prompt_id, sample_id), s in sorted(asked.items()):
-            going = self._read(s, self.results.pop((prompt_id, sample_id)))
-            if going:
-                self.before[prompt_id * self.n + sample_id] = going
-        self.turn += 1
-        return ({i: (*s.prompt, *s.ids.tolist()) for i, s in self.before.items()},
-                {i: self._left(s) for i, s in self.before.items()})
-
-    def _read(self, s, reply):
-        """The trajectory with the environment's text, or None where it ended."""
-        failed = isinstance(reply, Grade)
-        if failed:
-            return self.end(s, {"reward": 0.0, "reason": reply.reason})
-        if reply.reward is not None:
-            reason = "correct" if reply.reward > 0 else "wrong"
-            self.replaced[s.prompt_id, s.sample_id] = {"reward": reply.reward, "reason": reason}
-        if reply.done or reply.text is None or self.turn == self.engine.cfg.max_turns:
-            return self.end(s)
-        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
-        left = self._left(s)
-        if 0 < left < len(ids):
-            self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
-                                          f"and the response may have {left} more")
-            return self.end(s, {"reward": 0.0, "reason": "error"})
-        if len(ids) >= left:  # no room for another turn
-            return self.end(replace(s, stopped=False))
-        return answered(s, reply.text, ids)
-
-    def _left(self, s):
-        """Tokens that the trajectory may still get."""
-        return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)
-
-    def graded(self) -> list[Sample]:
-        """The trajectories with their grades, in order."""
-        self.results |= self.grader.results()
-        found = []
-        for key, s in sorted(self.ended.items()):
-            terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
-            first, *others = (self.results[*key, i] for i in range(len(terms)))
-            found.append(_graded(s, terms, [replace(first, **self.replaced.get(key, {})), *others]))
-        return found
+    `problems`: by number (data.numbers_at), those that were carried here and those that begin in the step.
+    `carried`: the trajectories that this rank was left with. Returns the numbers of the step's prompts; this
+    rank's graded samples of them, whose prompt_id counts these prompts from 0; and the trajectories that this
+    rank is left with. All are empty if a stop was requested."""
+    trajectories = Trajectories(engine, grader, problems, cfg.samples_per_prompt, cfg.max_response_len,
+                                cfg.round_len)
+    trajectories.add(carried)
+    trajectories.begin(engine_part({i: problems[i] for i in numbers_at(step, cfg)}, engine), step)
+    due = {i for i in problems if step - step_of(i, cfg) >= cfg.max_staleness or not cfg.carry}
+    with dist.phase("wait"):  # a resumed run deals as this one, wherever trajectories were before
+        keys = sorted(itertools.chain(*dist.gather(list(trajectories.going))))
+        move(trajectories, {key: i % engine.engines for i, key in enumerate(keys)}, engine.engines)
+    while True:
+        with dist.phase("rollout"):
+            trajectories.advance(cfg.temperature, (cfg.seed, TRAIN, step), step, on_response)
+        with dist.phase("wait"):
+            going = dist.gather(sorted(trajectories.going))
+            if dist.stop_requested():
+                return [], [], []
+            unfinished = {prompt_id for keys in going for prompt_id, _ in keys}
+            complete = [i for i in sorted(problems) if i not in unfinished]
+            if len(complete) >= cfg.prompts_per_step and not due & unfinished:
+                break
+            move(trajectories, moves(going), engine.engines)
+    with dist.phase("rollout"):
+        ended = trajectories.graded()
+    with dist.phase("wait"):
+        chosen = complete[:cfg.prompts_per_step]
+        place = {number: i for i, number in enumerate(chosen)}
+        # Samples of one prompt meet on one rank, where they are compared.
+        mine = [replace(s, prompt_id=place[s.prompt_id]) for s in ended if s.prompt_id in place]
+        outgoing = [[s for s in mine if s.prompt_id % engine.engines == rank]
+                    for rank in range(engine.engines)]
+        samples = sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
+    left = [*trajectories.going.values(), *(s for s in ended if s.prompt_id not in place)]
+    return chosen, samples, left
 
 
-def _graded(sample, terms, grades):
-    """The sample with its grades: the first is the reward, the others are parts."""
-    first, *others = grades
-    return replace(
-        sample, reward=first.reward, reason=first.reason, answer=first.answer,
-        grader=terms[0].name, weight=terms[0].weight,
-        parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
-        failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
+def move(trajectories: Trajectories, target: Mapping[Key, int], ranks: int) -> None:
+    """Move trajectories that go on to the rank target[key]. All ranks have the same `target`."""
+    if target:
+        outgoing = [trajectories.remove([key for key in trajectories.going if target.get(key) == rank])
+                    for rank in range(ranks)]
+        for arrived in dist.exchange(outgoing):
+            trajectories.add(arrived)
 
 
 def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Problem]:

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -69,7 +70,9 @@ from data import (
     epoch_len,
     fingerprint,
     load_problems,
+    numbers_at,
     pack,
+    problems_at,
     replacement_batch,
 )
 from engine import Engine
@@ -78,18 +81,16 @@ from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, v
 from reward import Grader
 from rollout import (
     TRAIN,
-    check_graders,
     engine_part,
     evaluate_sets,
     load_sets,
     make_engine,
     make_grader,
-    part_names,
-    reward_files,
     rollout,
+    rollout_in_rounds,
     sample_row,
-    shape_rewards,
 )
+from trajectories import check_graders, part_names, reward_files, shape_rewards
 
 SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/, with --save_samples some
 Minibatches = list[list[Pack]]  # a step's packs on this rank
@@ -120,6 +121,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # steps that were done before
+    carried: list[Sample]  # trajectories that this rank goes on with in the next step (--carry)
     saver: ckpt.Saver
     log: Logger
     lock: checks.FolderLock
@@ -157,7 +159,7 @@ def train(run: Run) -> bool:
         with run.engine.awake(dist.full_weights(policy.model, world.device), version=step):
             metrics = evaluate(run, step)
             if step < cfg.steps:
-                batch, samples = sample_step(run, step, meter)
+                batch, samples, carried = sample_step(run, step, meter)
         with dist.phase("wait"):  # for the slowest engine
             stopping = dist.stop_requested()
         if stopping:  # nothing was learned from this step
@@ -194,6 +196,7 @@ def train(run: Run) -> bool:
                 train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
         if ref and cfg.ref_refresh:
             refresh_ref(run, step)
+        run.carried = carried
         if end_of_step(run, step, metrics, meter, start):
             return stop(run, step + 1)
     return True
@@ -201,13 +204,13 @@ def train(run: Run) -> bool:
 
 def stop(run: Run, step: int) -> bool:
     """Save a run that was requested to stop after `step` whole steps."""
-    run.log.alarm(run.saver.save(step, wait=True))
+    run.log.alarm(run.saver.save(step, run.carried, wait=True))
     return False
 
 
 def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic as Hugging Face folders."""
-    run.log.alarm(run.saver.save(run.cfg.steps, wait=True))
+    run.log.alarm(run.saver.save(run.cfg.steps, run.carried, wait=True))
     for role in filter(None, (run.policy, run.critic)):
         export(run, role, run.cfg.steps, role.name)
 
@@ -258,6 +261,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS,
              "reward_files": reward_files(cfg), "tokenizer": vocabulary_hash(tokenizer)}
     start = ckpt.resume(found, models, facts) if found else 0
+    carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.start_from(origin, models, cfg.start_moments, facts) if origin else ""
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
@@ -270,8 +274,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     if found:
         log.say(f"resumed after {start} steps from {found}")
     gc.freeze()  # else each garbage collection looks through all of this again, for 0.2 s
-    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start, saver,
-               log, lock)
+    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
+               carried, saver, log, lock)
 
 
 def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, dict[str, Problems]]:
@@ -326,29 +330,56 @@ def refresh_ref(run: Run, step: int) -> None:
 # --- sampling
 
 
-@dist.phase("rollout")
-def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample]]:
-    """The step's problems, and this rank's graded samples ordered by (prompt_id, sample_id). Metrics are
-    those of the batch as it was drawn, before any resampling."""
-    cfg, batch, arrivals = run.cfg, batch_at(run.problems, step, run.cfg), [time.perf_counter()]
-
-    def draw(problems, *key):
-        part = engine_part(problems, run.engine)
-        with run.log.bar("Rollout", len(part) * cfg.samples_per_prompt) as bar:
-            samples = rollout(run.engine, run.grader, part, cfg.samples_per_prompt, cfg.temperature,
-                              cfg.max_response_len, (cfg.seed, TRAIN, step, *key), step,
-                              partial(on_response, cfg, bar, arrivals))
-        return shape_rewards(samples, cfg)
-
-    samples = draw(dict(enumerate(batch)))
+def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
+    """The step's problems; this rank's graded samples of them, ordered by (prompt_id, sample_id); and, with
+    --carry, the trajectories that it goes on with in the next step. Metrics are those of the batch as it was
+    drawn, before any resampling."""
+    cfg, arrivals, carried = run.cfg, [time.perf_counter()], []
+    if cfg.round_len:
+        batch, samples, carried = sample_in_rounds(run, step, meter, arrivals)
+    else:
+        batch = batch_at(run.problems, step, cfg)
+        samples = draw(run, dict(enumerate(batch)), (step,), arrivals)
     measure_samples(meter, samples, part_names(cfg), turns=cfg.env != "")
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
         checks.first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
-        batch, samples = resample(run, step, batch, samples, draw)
-    return batch, samples
+        batch, samples = resample(run, step, batch, samples, arrivals)
+    return batch, samples, carried
+
+
+@dist.phase("rollout")
+def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
+         arrivals: list[float]) -> list[Sample]:
+    """This rank's graded samples of the problems (prompt_id -> problem). `key`: the step, and the round of
+    resampling if there is one. Adds the time of each response to `arrivals`."""
+    cfg, part = run.cfg, engine_part(problems, run.engine)
+    with run.log.bar("Rollout", len(part) * cfg.samples_per_prompt) as bar:
+        samples = rollout(run.engine, run.grader, part, cfg.samples_per_prompt, cfg.temperature,
+                          cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
+                          partial(on_response, cfg, bar, arrivals))
+    return shape_rewards(samples, cfg)
+
+
+def sample_in_rounds(run: Run, step: int, meter: Meter,
+                     arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
+    """sample_step's result, for --round_len. The problems are those that began before and are complete now,
+    oldest first."""
+    cfg = run.cfg
+    # Prompts that were carried here: some of them may be on other ranks alone.
+    known = set().union(*dist.gather({s.prompt_id for s in run.carried}))
+    problems = problems_at(run.problems, sorted(known.union(numbers_at(step, cfg))), cfg)
+    with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.engines) as bar:
+        chosen, samples, carried = rollout_in_rounds(
+            run.engine, run.grader, problems, run.carried, cfg, step,
+            partial(on_response, cfg, bar, arrivals))
+    meter.add("carried", sum(not s.reason for s in carried), 0)
+    ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
+    meter.add("staleness/mean", ages.sum(), len(ages))
+    meter.add_max("staleness/max", ages.max(initial=0))
+    return [problems[i] for i in chosen], shape_rewards(samples, cfg), carried
 
 
 def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
@@ -360,7 +391,7 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 
 
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
-             draw: Callable[..., list[Sample]]) -> tuple[list[Problem], list[Sample]]:
+             arrivals: list[float]) -> tuple[list[Problem], list[Sample]]:
     """Replace prompts whose responses are all right or all wrong, before any penalty, for up to
     --resample_rounds rounds (DAPO's dynamic sampling, eq. 11). Those that are left after that stay."""
     cfg, batch = run.cfg, list(batch)
@@ -376,7 +407,7 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         replacements = replacement_batch(run.problems, step, round, cfg)
         for prompt_id in replaced:
             batch[prompt_id] = replacements[prompt_id]
-        drawn = draw({prompt_id: batch[prompt_id] for prompt_id in replaced}, round)
+        drawn = draw(run, {i: batch[i] for i in replaced}, (step, round), arrivals)
         if dist.stop_requested():  # then a rank may have none
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in replaced]
@@ -451,7 +482,7 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2))
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, cfg)
-    minibatches = [[pack(some).to(world.device) for some in minibatch]
+    minibatches = [[pack(some, step).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
@@ -612,12 +643,12 @@ def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
 
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
     """Add the gap between the engine's log-probs and the trainer's, and the weights that correct it. `logp`
-    (T,): the policy's before the step's first update."""
-    gap = (logp - p.engine_logp)[p.loss_tokens]
-    weight = gap.exp().clamp(max=cfg.tis_clip or math.inf)
-    meter.add_quantiles("logp_gap", gap.abs())
-    meter.add("tis/mean", weight.sum(), len(gap))
-    meter.add("tis/mean²", (weight * weight).sum(), len(gap))
+    (T,): the policy's before the step's first update. The gap is measured where the same weights sampled."""
+    gap = logp - p.engine_logp
+    weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
+    meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
+    meter.add("tis/mean", weight.sum(), len(weight))
+    meter.add("tis/mean²", (weight * weight).sum(), len(weight))
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
@@ -666,7 +697,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
-            log.alarm(run.saver.save(step + 1))
+            log.alarm(run.saver.save(step + 1, run.carried))
             if cfg.export_kept:
                 try:
                     export(run, run.policy, step + 1, f"step_{step + 1:06d}")

@@ -1,0 +1,307 @@
+"""Rounds and carried trajectories (--round_len, --carry): nothing is lost, drawn twice or taken from other
+weights than it says, on any number of ranks and after any stop."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import string
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from conftest import make_model, maths, run, run_ranks, start_ranks
+
+import ckpt
+import data
+import dist
+import model
+import rollout
+from configs import PRESETS, UserError
+from data import Problem
+from engine_torch import TorchEngine
+from log import read_metrics
+from trajectories import moves, stop_across
+
+PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
+ANSWER = '''
+def answer(problem, text, turn):
+    """A text of several tokens, twice."""
+    return f"<{turn}>" if turn < 3 else None
+'''
+
+
+@pytest.fixture(scope="module")
+def carrying(base):
+    """Rounds of 5 of at most 24 tokens; half as many prompts again are sampled at a time."""
+    return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
+
+
+# --- one engine
+
+
+def setup(folder: str, **settings):
+    """An engine, and twelve problems."""
+    settings = dict(stop=tuple("abcdefghijklm"), prompts_per_step=4, samples_per_prompt=3, device="cpu",
+                    max_response_len=30, round_len=2, carry=0.75, max_staleness=2) | settings
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=folder, **settings)
+    tokenizer = model.load_tokenizer(folder)
+    texts = [f"{a}+{b}=" for a in range(10, 14) for b in range(5, 8)]
+    problems = [Problem(text, tuple(tokenizer(text).input_ids), "1") for text in texts]
+    return TorchEngine(folder, tokenizer, cfg), problems
+
+
+def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
+    """This rank's samples of one step after the other, step i with the weights of folders[i], and what was
+    left after each."""
+    dist.init("cpu", "float32")
+    engine, problems = setup(folders[0], **settings)
+    cfg, carried, steps, left = engine.cfg, [], [], []
+    with rollout.make_grader(cfg) as grader:
+        for step, folder in enumerate(folders):
+            known = set().union(*dist.gather({s.prompt_id for s in carried}))
+            flight = data.problems_at(problems, sorted(known.union(data.numbers_at(step, cfg))), cfg)
+            with engine.awake(model.files_weights(folder, torch.device("cpu"), torch.float32), version=step):
+                chosen, samples, carried = rollout.rollout_in_rounds(
+                    engine, grader, flight, carried, cfg, step, lambda: False)
+            steps.append((chosen, samples))
+            left.append(carried)
+    return steps, left
+
+
+def content(samples) -> list[tuple]:
+    return sorted((s.prompt_id, s.sample_id, s.prompt, s.ids.tolist(), s.token_versions.tolist(), s.text,
+                   s.stopped, s.turns, s.reward, s.reason) for s in samples)
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    """Weights of six steps: of three random models in turn."""
+    root = tmp_path_factory.mktemp("versions")
+    return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
+
+
+@pytest.fixture(scope="module")
+def six_steps(folders):
+    return run_ranks(1, sampled, folders, {})[0]
+
+
+def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
+    """Four prompts a step, whole; seven at a time; each at most two steps after the one in which it began."""
+    steps, left = six_steps
+    cfg, seen = setup_cfg(), []
+    for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
+        assert Counter(s.prompt_id for s in samples) == dict.fromkeys(range(4), 3)
+        assert all(step - 2 <= data.step_of(i, cfg) <= step for i in chosen) and chosen == sorted(chosen)
+        assert all(s.reason and (s.stopped or len(s.ids) == 30) for s in samples)
+        seen += chosen
+        still = {s.prompt_id for s in rest}
+        assert len(still) == 3 and Counter(s.prompt_id for s in rest) == dict.fromkeys(still, 3)
+        assert sorted([*seen, *still]) == list(range(7 + 4 * step))
+    assert len(set(seen)) == 24
+
+
+def setup_cfg():
+    return dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, round_len=2, carry=0.75)
+
+
+def test_every_token_is_of_the_weights_it_says(folders, six_steps):
+    """Its log-prob is the one that the trainer finds with the weights of that step, within 1e-4 nats. Some
+    trajectories have tokens of three steps, and only the last ones are fresh."""
+    most = 0
+    for step, (_, samples) in enumerate(six_steps[0]):
+        p = data.pack(samples, step)
+        versions = torch.full(p.tokens.shape, -1)
+        versions[p.mask] = torch.from_numpy(np.concatenate([s.token_versions for s in samples])).long()
+        assert torch.equal(p.fresh_tokens, (versions == step).nonzero()[:, 0])
+        for version in range(step + 1):
+            with torch.no_grad():
+                logp, _ = model.logprobs(model.load_policy(folders[version]), p, 1.0)
+            gap = (logp - p.engine_logp)[versions == version].abs()
+            assert not len(gap) or float(gap.max()) < 1e-4
+        most = max(most, *(len(set(s.token_versions.tolist())) for s in samples))
+    assert most == 3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_number_of_ranks_changes_no_trajectory(folders, six_steps, world):
+    parts = run_ranks(world, sampled, folders, {})
+    for step, (chosen, samples) in enumerate(six_steps[0]):
+        assert all(steps[step][0] == chosen for steps, _ in parts)
+        assert content(sum((steps[step][1] for steps, _ in parts), [])) == content(samples)
+        assert content(sum((left[step] for _, left in parts), [])) == content(six_steps[1][step])
+    for steps, _ in parts:  # a prompt's samples are on one rank
+        assert all(set(Counter(s.prompt_id for s in samples).values()) <= {3} for _, samples in steps)
+
+
+def test_ranks_go_on_with_equally_many():
+    """They differ by one at most, nothing is lost, and as few as possible move."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
+        target, counts = moves(held), [len(keys) for keys in held]
+        assert set(target) <= set(sum(held, [])) and all(target[key] != key[0] for key in target)
+        for key, rank in target.items():
+            counts[key[0]] -= 1
+            counts[rank] += 1
+        assert max(counts) - min(counts) <= 1 and sum(counts) == sum(map(len, held))
+        least = sum(map(len, held)) // len(held)
+        assert len(target) == max(sum(max(0, len(keys) - least - 1) for keys in held),
+                                  sum(max(0, least - len(keys)) for keys in held))
+
+
+def test_without_carry_rounds_change_neither_prompts_nor_versions(tiny):
+    steps, left = run_ranks(2, sampled, [tiny] * 2, dict(carry=0.0))[0]
+    assert [chosen for chosen, _ in steps] == [[0, 1, 2, 3], [4, 5, 6, 7]] and left == [[], []]
+    assert all(s.versions is None and s.version == step for step in (0, 1) for s in steps[step][1])
+
+
+@pytest.mark.parametrize("round_len", [1, 3])
+def test_a_stop_string_that_a_round_cuts_ends_the_response(tiny, round_len):
+    """No response has one of 676 stop strings before its last token, and those that have one ended there."""
+    settings = dict(round_len=round_len, stop=PAIRS, prompts_per_step=8)
+    samples = run_ranks(1, sampled, [tiny], settings)[0][0][0][1]
+    tokenizer, ended = model.load_tokenizer(tiny), 0
+    for s in samples:
+        before = tokenizer.decode(s.ids[:-1].tolist())
+        assert not any(stop in before for stop in PAIRS)
+        has = any(stop in s.text for stop in PAIRS)
+        assert s.stopped or not has
+        ended += has
+    assert ended > 3
+
+
+def test_stop_across_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
+    tokenizer, rng = model.load_tokenizer(tiny), np.random.default_rng(0)
+    stop, found = ("abc", "ba", "é"), 0
+    for _ in range(500):
+        text = "".join(rng.choice([*"abcé "], 12))
+        ids = np.array(tokenizer(text).input_ids)
+        cut = int(rng.integers(1, len(ids)))
+        before, after = ids[:cut], ids[cut:]
+        counts = [sum(tokenizer.decode(ids[:cut + i].tolist()).count(s) for s in stop)
+                  for i in range(len(after) + 1)]
+        first = next((i for i in range(1, len(counts)) if counts[i] > counts[i - 1]), 0)
+        assert stop_across(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
+        found += first > 0
+    assert found > 300 and stop_across(before, after, (), tokenizer) == 0
+
+
+def test_turns_and_rounds_go_together(tiny, tmp_path):
+    """A trajectory has its environment's texts where its turns ended, however rounds cut them, on any number
+    of ranks."""
+    (tmp_path / "env.py").write_text(ANSWER)
+    settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
+    one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]
+    tokenizer = model.load_tokenizer(tiny)
+    eos = tokenizer.eos_token_id
+    for _, samples in one:
+        assert Counter(s.turns for s in samples)[3] > 3
+        for s in samples:
+            assert s.text == tokenizer.decode([i for i in s.ids.tolist() if i != eos])
+            for turn in range(1, s.turns):
+                ids = tokenizer(f"<{turn}>", add_special_tokens=False).input_ids
+                assert f"<{turn}>" in s.text and len(ids) > 1
+            assert int((~s.is_sampled).sum()) == (s.turns - 1) * len(ids) if s.turns > 1 else True
+    two = run_ranks(2, sampled, [tiny] * 2, settings)
+    for step in (0, 1):
+        assert content(sum((steps[step][1] for steps, _ in two), [])) == content(one[step][1])
+
+
+# --- data and files
+
+
+def test_every_prompt_begins_in_one_step():
+    for count, carry in ((4, 0.0), (4, 0.5), (5, 0.3), (1, 0.9)):
+        cfg = dataclasses.replace(setup_cfg(), prompts_per_step=count, carry=carry)
+        numbers = [(i, step) for step in range(6) for i in data.numbers_at(step, cfg)]
+        assert [i for i, _ in numbers] == list(range(6 * count + cfg.extra_prompts))
+        assert all(data.step_of(i, cfg) == step for i, step in numbers)
+
+
+def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
+    samples = sum(six_steps[1], [])
+    ckpt.write_samples(tmp_path / "carried-00000.npz", samples[:5])
+    ckpt.write_samples(tmp_path / "carried-00001.npz", samples[5:])
+    read = ckpt.read_carried(tmp_path)
+    assert sorted(map(repr, read)) == sorted(
+        repr(dataclasses.replace(s, sampled=s.is_sampled, versions=s.token_versions)) for s in samples)
+    assert {x.dtype for s in read for x in (s.ids, s.versions)} == {np.dtype("int32")}
+    assert ckpt.read_carried(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(carry=0.25), "--carry 0.25 without --round_len"),
+    (dict(round_len=4, carry=0.25, tis_clip=None), "not corrected; needed: --tis_clip 2"),
+    (dict(round_len=48), "--round_len 48 is as long as a response"),
+    (dict(round_len=4, resample_rounds=1), "--round_len 4 with --resample_rounds 1"),
+    (dict(round_len=4, tp=2), "--round_len 4 with --tp 2"),
+    (dict(round_len=4, carry=1.0), "--carry is 1.0")])
+def test_what_does_not_go_together_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(PRESETS["tiny-grpo"], **changes)
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def whole(carrying, tmp_path_factory):
+    out = tmp_path_factory.mktemp("carried") / "a"
+    return out, *run(carrying, out, ranks=2)
+
+
+def test_a_carrying_run_is_the_same_on_any_number_of_ranks(carrying, whole, tmp_path):
+    _, rows, weights = whole
+    assert sum(row["carried"] for row in rows[:-1]) > 5
+    assert max(row["staleness/max"] for row in rows[:-1]) > 0
+    for world in (1, 4):
+        other_rows, other = run(carrying, tmp_path / str(world), ranks=world)
+        for a, b in zip(maths(rows), maths(other_rows), strict=True):
+            a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))  # of packs
+            assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+        assert all(torch.allclose(weights[name], other[name], atol=1e-5) for name in weights)
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_a_carrying_run_goes_on_as_if_never_stopped(carrying, whole, tmp_path, world):
+    """From the checkpoint after step 2, with trajectories in it: bit by bit on the same ranks, and with equal
+    rewards on one."""
+    out, rows, weights = whole
+    later = shutil.ignore_patterns("export", "step_000004", "last", "best")
+    shutil.copytree(out, tmp_path / "b", ignore=later)
+    assert ckpt.read_carried(ckpt.step_folder(tmp_path / "b", 2))
+    other_rows, other = run(carrying, tmp_path / "b", ranks=world)
+    if world == 2:
+        assert maths(other_rows) == maths(rows)
+        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    assert [row.get("reward") for row in other_rows] == pytest.approx([row.get("reward") for row in rows])
+
+
+def test_a_carrying_run_that_is_killed_or_stopped_while_it_samples_ends_the_same(carrying, whole, tmp_path):
+    _, rows, weights = whole
+    for number in (signal.SIGKILL, signal.SIGUSR1):
+        out = tmp_path / str(int(number))
+        processes = start_ranks(2, ranks.main, dataclasses.replace(carrying, out=str(out)))[0]
+        deadline = time.monotonic() + 200
+        while len(read_metrics(out) if Path(out, "metrics.jsonl").exists() else []) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(processes[0].pid, number)
+        if number == signal.SIGKILL:
+            processes[0].join()
+            processes[1].terminate()
+        for p in processes:
+            p.join(120)
+        other_rows, other = run(carrying, out, ranks=2)
+        assert maths(other_rows) == maths(rows) and all(torch.equal(weights[k], other[k]) for k in weights)
+
+
+def test_ppo_learns_from_carried_trajectories_too(base, tmp_path):
+    cfg = dataclasses.replace(base, round_len=5, carry=0.5, steps=3)
+    rows, _ = run(cfg, tmp_path / "p", ranks=2)
+    assert sum(row["carried"] for row in rows[:-1]) > 2 and rows[0]["logp_gap/max"] < 1e-4

@@ -1,0 +1,329 @@
+"""From prompts to graded samples: the rewards that samples get, and the trajectories that they come from.
+
+A trajectory is a prompt and segments. The policy sampled a segment, or it is a text of the environment:
+
+    prompt 37+45=  | <tool>37+45</tool> | <result>82</result> | \\boxed{82} EOS
+    from             the policy, turn 1   the environment       the policy, turn 2
+    is_sampled       true                 false                 true
+
+Engines sample in rounds. A round takes each trajectory to the end of its turn. With --round_len it takes each
+one on by so many tokens at most, so that all engines end it at nearly the same time. Between two such rounds
+
+    - trajectories move from engines that have many to engines that have few;
+    - with --carry, sampling ends once the step's prompts are complete. The others go on in the next step,
+      under its weights: a trajectory may have tokens of several versions.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+import grpo
+from configs import PRESETS, Config, require
+from data import Problem, Problems, Sample, answered, extended, group_by_prompt
+from engine import Engine
+from reward import Grade, Grader, Term, parse_terms, repetition, tag_count, think_then_answer
+
+Key = tuple[int, int]  # prompt_id and sample_id
+K = TypeVar("K")
+ROUND = 4  # the key of a later round: that of the first, ROUND and the round
+
+# --- rewards
+
+
+def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). After a long prompt the
+    limit may be that of prompt and response together."""
+    limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
+    return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
+            for s, limit in zip(group, limits, strict=True)]
+
+
+def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Open-Instruct's penalty for responses that the length limit ended."""
+    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
+
+
+def length(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
+    responses to -0.5 for the longest; for a wrong response at most 0. An environment's tokens don't count."""
+    lengths = [int(s.is_sampled.sum()) for s in group]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
+    return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
+
+
+# What training may add to the reward, by name: functions of the samples of one prompt. A part is on if
+# --reward names it, or its flag in BY_FLAG is given. Each is logged as reward/NAME.
+REWARD_PARTS = {
+    "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
+    "tags": lambda group, cfg: [tag_count(s.text) for s in group],
+    "repetition": lambda group, cfg: [-repetition(s.text) for s in group],
+    "length": length,
+    "overlong": overlong,
+    "nonstop": nonstop,
+}
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts that a flag of their own adds
+
+
+def terms_of(cfg: Config) -> list[Term]:
+    """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
+    terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
+    clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
+    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
+    return terms
+
+
+def weighted_parts(cfg: Config) -> dict[str, float]:
+    """Name and weight of the parts that are on."""
+    named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
+    return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
+
+
+def part_names(cfg: Config) -> list[str]:
+    """Names of all that may enter a sample's score beside the first grader, whose mean is the reward's. Where
+    a data set has its own grader, the first one differs, and all graders are named."""
+    graders = [t for t in terms_of(cfg) if t.kind or t.custom]
+    own = any(t.dataset for t in graders)
+    return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
+
+
+def reward_files(cfg: Config) -> dict[str, str]:
+    """Path -> hash of the text of each file that --reward and --env name; "" for one that can't be read."""
+    functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
+    paths = {function.rpartition(":")[0] for function in functions if function}
+    files = {path: Path(path) for path in sorted(paths)}
+    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+            for path, file in files.items()}
+
+
+def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
+    """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
+    truncated one does not enter the loss."""
+    shaped, weights = [], weighted_parts(cfg)
+    for group in group_by_prompt(samples):
+        values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
+        for i, s in enumerate(group):
+            parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
+            shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
+    return shaped
+
+
+def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
+    """The terms that grade a data set's responses; the first one's value is the reward. Terms of the data set
+    itself come first, and replace the comparison of answers."""
+    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
+    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
+
+
+def extractors(cfg: Config) -> dict[str, str]:
+    """Name of the extractor by data set; "" is that of all others. Raises UserError for two of one."""
+    found = {}
+    for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
+        whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
+        require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
+                f"for {whose}", "one each: NAME, and DATASET=NAME for the rows of a data set")
+        found[dataset.casefold()] = name
+    return {"": "orz"} | found
+
+
+def check_graders(sets: Iterable[Problems], cfg: Config) -> None:
+    """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
+    that no row has. `sets`: the run's problems, of training and evaluation."""
+    terms, datasets = terms_of(cfg), set().union(*(problems.datasets() for problems in sets))
+    there = {dataset.casefold() for dataset in datasets} - {""}
+    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
+    named = {t.dataset for t in terms} | extractors(cfg).keys()
+    unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
+    require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
+            f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
+    for dataset in sorted(datasets):
+        found = graders_of(dataset, terms)
+        require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
+                f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
+                f"--reward math {dataset}@FILE.py:FUNCTION")
+
+
+# --- trajectories
+
+
+class Trajectories:
+    """The trajectories of one rollout that are on this rank: those that go on, and those that ended and are
+    graded. A trajectory is a function of the rollout's key, its prompt_id and sample_id, the rounds, and the
+    environment. Ranks change nothing but where it is.
+
+    A trajectory ends when it stops by itself and no environment goes on with it (it says so, fails, or has
+    answered --max_turns), and at the length limit, which is that of all segments together."""
+
+    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int,
+                 max_tokens: int, round_len: int = 0) -> None:
+        """`problems`: prompt_id -> problem of every trajectory that may come here. `n`: samples of each.
+        `max_tokens`: of a trajectory. `round_len`: of a round; 0: a round ends with the turn."""
+        self.engine, self.grader, self.problems, self.n = engine, grader, problems, n
+        self.max_tokens, self.round_len = max_tokens, round_len
+        self.terms, self.extractors = terms_of(engine.cfg), extractors(engine.cfg)
+        self.rounds = 0  # that are over
+        self.new = {}  # prompt_id -> tokens: the samples of these are drawn together in the first round
+        self.going = {}  # Key -> trajectory that goes on
+        self.asked = {}  # Key -> trajectory that the environment reads
+        self.ended = {}  # Key -> trajectory that ended in this rollout
+        self.graded_before = {}  # Key -> trajectory that ended in an earlier one
+        self.replaced = {}  # Key -> reward and reason from the environment
+        self.results = {}  # of the grader
+
+    def begin(self, prompt_ids: Iterable[int], version: int) -> None:
+        """Add all samples of these prompts, before the first round. With --round_len each is a trajectory of
+        its own from the start, so that the samples of one prompt can be on several ranks."""
+        self.new = {i: self.problems[i].ids for i in prompt_ids}
+        if self.round_len:
+            none = np.zeros(0)
+            self.going |= {(i, j): Sample(i, j, ids, none.astype(np.int32), none.astype(np.float32), False,
+                                          "", version) for i, ids in self.new.items() for j in range(self.n)}
+            self.new = {}
+
+    def add(self, trajectories: Iterable[Sample]) -> None:
+        """Add trajectories that began elsewhere: on another rank, or in an earlier step."""
+        for s in trajectories:
+            (self.graded_before if s.reason else self.going)[s.prompt_id, s.sample_id] = s
+
+    def remove(self, keys: Iterable[Key]) -> list[Sample]:
+        """Take trajectories that go on away from here, and return them."""
+        return [self.going.pop(key) for key in keys]
+
+    def advance(self, temperature: float, key: tuple[int, ...], version: int,
+                on_response: Callable[[], bool] = lambda: False) -> bool:
+        """One round, with weights of `version`. `on_response` is called at each end of a turn; if it returns
+        True, the round is aborted. Returns False if it was."""
+        before = {prompt_id * self.n + sample_id: s for (prompt_id, sample_id), s in self.going.items()}
+        prompts = self.new or {i: (*s.prompt, *s.ids.tolist()) for i, s in before.items()}
+        limits = {i: min(self._left(s), self.round_len or self.max_tokens) for i, s in before.items()}
+        round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
+        for s in self.engine.generate(prompts, self.n if self.new else 1, temperature,
+                                      self.max_tokens if self.new else limits, round_key, version):
+            if not self._take(s, before.get(s.prompt_id)) and on_response():
+                return False
+        self._ask_environment()
+        self.new, self.rounds = {}, self.rounds + 1
+        return True
+
+    def _take(self, s, before):
+        """Take a segment of this round; `before` is its trajectory so far, if there is one. Returns whether
+        its turn goes on."""
+        whole, text = self._join(before, s) if before else (replace(s, text=""), s.text)
+        key = whole.prompt_id, whole.sample_id
+        self.going.pop(key, None)
+        if not whole.stopped and self._left(whole) > 0:
+            self.going[key] = whole
+            return True
+        s = replace(whole, text=whole.text + text)
+        if self.engine.cfg.env and s.stopped:
+            self.asked[key] = s
+            self.grader.ask(key, self.problems[s.prompt_id].text, text, s.turns)
+        else:
+            self._end(s)
+        return False
+
+    def _join(self, before, s):
+        """The trajectory with its next segment, its text that of the turns before, and this turn's text."""
+        here = before.ids[before.turn_start:]
+        if len(here) == 0:  # a new turn
+            return extended(before, s), s.text
+        count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
+        if count:
+            s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
+        return extended(before, s), self.engine.text_of(np.concatenate([here, s.ids]))
+
+    def _end(self, s, replaced=None):
+        """Give a whole trajectory to the graders. `replaced`: reward and reason that stand in place of the
+        first grader's."""
+        key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
+        self.ended[key] = s
+        if replaced:
+            self.replaced[key] = replaced
+        extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
+        for i, term in enumerate(graders_of(problem.dataset, self.terms)):
+            self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
+                               term.custom)
+
+    def _ask_environment(self):
+        """Wait for the environment's replies of this round."""
+        if not self.asked:
+            return
+        self.results |= self.grader.results()
+        asked, self.asked = self.asked, {}
+        for key, s in sorted(asked.items()):
+            going = self._read(s, self.results.pop(key))
+            if going:
+                self.going[key] = going
+
+    def _read(self, s, reply):
+        """The trajectory with the environment's text, or None where it ended."""
+        failed = isinstance(reply, Grade)
+        if failed:
+            return self._end(s, {"reward": 0.0, "reason": reply.reason})
+        if reply.reward is not None:
+            reason = "correct" if reply.reward > 0 else "wrong"
+            self.replaced[s.prompt_id, s.sample_id] = {"reward": reply.reward, "reason": reason}
+        if reply.done or reply.text is None or s.turns == self.engine.cfg.max_turns:
+            return self._end(s)
+        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
+        left = self._left(s)
+        if 0 < left < len(ids):
+            self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
+                                          f"and the response may have {left} more")
+            return self._end(s, {"reward": 0.0, "reason": "error"})
+        if len(ids) >= left:  # no room for another turn
+            return self._end(replace(s, stopped=False))
+        return answered(s, reply.text, ids)
+
+    def _left(self, s):
+        """Tokens that the trajectory may still get."""
+        return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)
+
+    def graded(self) -> list[Sample]:
+        """The trajectories that ended, with their grades, in order."""
+        self.results |= self.grader.results()
+        found = dict(self.graded_before)
+        for key, s in self.ended.items():
+            terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
+            first, *others = (self.results[*key, i] for i in range(len(terms)))
+            found[key] = _graded(s, terms, [replace(first, **self.replaced.get(key, {})), *others])
+        return [found[key] for key in sorted(found)]
+
+
+def _graded(sample, terms, grades):
+    """The sample with its grades: the first is the reward, the others are parts."""
+    first, *others = grades
+    return replace(
+        sample, reward=first.reward, reason=first.reason, answer=first.answer,
+        grader=terms[0].name, weight=terms[0].weight,
+        parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
+        failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
+
+
+def stop_across(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
+    """How many tokens of `after` complete a stop string that began in `before`; 0: there is none. The engine
+    sees `after` alone."""
+    # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
+    window = 8 + max((len(s.encode()) for s in stop), default=0)
+    tail, texts = before[-window:].tolist(), []
+    for count in range(min(len(after), window) + 1) if stop else ():
+        texts.append(tokenizer.decode([*tail, *after[:count].tolist()]))
+        if any(texts[-1].count(s) > texts[max(count - 1, 0)].count(s) for s in stop):
+            return count
+    return 0
+
+
+def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
+    """Which trajectories move to which rank, so that the ranks have equally many; some have one more. As few
+    as possible move. held[r]: the keys on rank r."""
+    ranks, total = len(held), sum(map(len, held))
+    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # they keep the one more
+    share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
+    surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
+    room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
+    return dict(zip(surplus, room, strict=True))
