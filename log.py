@@ -473,7 +473,7 @@ turns | – | mean number of turns that the policy sampled in a response; only w
 truncated | share | responses that the length limit ended
 rollout_tail | share | of the sampling time, the part after 90 % of the responses have ended
 carried | – | trajectories that go on in the next step; only with `--round_len`
-staleness/mean | steps | mean age of the weights that sampled a token; 0: the step's own; only with `--round_len`
+staleness/mean | steps | age of the weights that sampled a token, mean; 0: the step's; only with `--round_len`
 staleness/max | steps | the oldest of them
 pass@n | share | prompts with a right sample among their `--samples_per_prompt`
 repetition | – | 2 Σ LCP / n(n+1) over the suffix array of each prompt's first response; 0: none, 1: most
