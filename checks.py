@@ -413,6 +413,8 @@ def check_parts(problems: Problems, tokenizer: Any, cfg: Config) -> None:
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
+    require("length" not in names or not cfg.carry or cfg.compares_samples, "--reward length compares the "
+            f"samples of a prompt, and --carry {cfg.carry} may train on them in several steps", "one of them")
     parts = " ".join(name for name in ("format", "tags") if name in names)
     prompt = tokenizer.decode(list(problems[0].ids))
     require(not parts or not prompt.rstrip().endswith("<think>"),

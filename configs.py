@@ -142,7 +142,7 @@ class Config:
     max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
     resample_rounds: Amount = 0  # rounds that replace prompts whose samples all have one reward (grpo: DAPO)
     round_len: Amount = 0  # tokens of a trajectory after which engines share out the work again; 0: never
-    carry: Annotated[float, Range(0, 1, below=True)] = 0.0  # share of more prompts that are sampled at a time
+    carry: Annotated[float, Range(0, 8)] = 0.0  # prompts sampled at a time beyond a step's, as a share
     max_staleness: Count = 2  # steps that an unfinished prompt is carried on for, with --carry
     pack_len: Count = 16384  # tokens of one forward pass on one rank
     policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch

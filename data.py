@@ -517,10 +517,11 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int,
-           work: np.ndarray | None = None) -> list[list[list[list[int]]]]:
+           work: np.ndarray | None = None,
+           prompts: np.ndarray | None = None) -> list[list[list[list[int]]]]:
     """Which sample goes where: minibatches[m][rank][pack] is a list of sample numbers. `lengths[i]` is the
     tokens of sample i; samples are ordered by (prompt_id, sample_id). `work[i]` is its cost in any unit;
-    default: its tokens.
+    default: its tokens. `prompts[i]` is its prompt_id; default: each has --samples_per_prompt samples.
 
     Minibatches are the same for any number of ranks, and packs do not change the maths. So ranks and packing
     change no result. In a minibatch each rank gets equally many packs, because FSDP's collectives need it,
@@ -528,12 +529,13 @@ def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int,
     at most an eighth of a pack and of a rank's tokens, because a prefix that they share is computed once per
     pack. """
     work = lengths if work is None else work
+    prompts = np.arange(len(lengths)) // cfg.samples_per_prompt if prompts is None else prompts
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = []
     for chosen in partition(lengths[order], cfg.minibatches):
         minibatch = sorted(order[chosen].tolist())
         together = min(cfg.pack_len, int(lengths[minibatch].sum()) // ranks) // 8
-        units = _neighbours(minibatch, lengths, cfg.samples_per_prompt, together)
+        units = _neighbours(minibatch, lengths, prompts, together)
         tokens, cost = (np.array([x[unit].sum() for unit in units]) for x in (lengths, work))
         packs = max(1, -(-int(tokens.sum()) // (cfg.pack_len * ranks)))
         while (bins := partition(tokens, packs * ranks, cfg.pack_len, cost)) is None:
@@ -544,13 +546,13 @@ def assign(lengths: np.ndarray, ranks: int, cfg: Config, step: int,
     return minibatches
 
 
-def _neighbours(indices, lengths, per_prompt, limit):
+def _neighbours(indices, lengths, prompts, limit):
     """Ascending sample indices in lists of one prompt's samples with at most `limit` tokens, or of one
     sample."""
     lists = []
     room = 0
     for i in indices:
-        if lists and lists[-1][0] // per_prompt == i // per_prompt and lengths[i] <= room:
+        if lists and prompts[lists[-1][0]] == prompts[i] and lengths[i] <= room:
             lists[-1].append(i)
         else:
             lists.append([i])

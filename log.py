@@ -103,16 +103,19 @@ class Meter:
 
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
-                    turns: bool = False) -> None:
+                    turns: bool = False, per_prompt: int = 0) -> None:
     """Add the metrics of the step's samples: the mean of each list below, over all ranks. `parts`: names of
     what enters their scores. A part that no sample has is left out. `turns`: responses may have several
-    (--env); their lengths count the environment's tokens too."""
+    (--env); their lengths count the environment's tokens too. `per_prompt`: samples of a prompt that are all
+    here."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
+    whole = [group for group in groups if len(group) >= per_prompt]  # with --carry some are here in part
+    meter.optional |= {"pass@n", "uniform_groups"}
     metrics = {
         "reward": [s.reward for s in samples],
         "score": [s.score for s in samples],
-        "pass@n": [any(s.reward > 0 for s in group) for group in groups],
-        "uniform_groups": [len({s.reward for s in group}) == 1 for group in groups],
+        "pass@n": [any(s.reward > 0 for s in group) for group in whole],
+        "uniform_groups": [len({s.reward for s in group}) == 1 for group in whole],
         "response_len": lengths,
         "response_len²": [length**2 for length in lengths],
         "response_len/right": [len(s.ids) for s in samples if s.reward > 0],
@@ -387,7 +390,7 @@ ALARMS = {
         "{now[truncated]:.0%} of the responses are cut at --max_response_len {cfg.max_response_len}; they "
         "score 0; try a larger --max_response_len, or a --stop that ends what samples/ shows"),
     "uniform": (
-        lambda now, cfg: (now["reward"] < SOLVED and now["uniform_groups"] > 0.8
+        lambda now, cfg: (now["reward"] < SOLVED and now.get("uniform_groups", 0) > 0.8
                           and cfg.samples_per_prompt > 1),
         "{now[uniform_groups]:.0%} of the prompts have samples with equal scores, at reward "
         "{now[reward]:.2f}; such prompts teach little; try easier problems in --data (harder ones where "

@@ -128,18 +128,19 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 def rollout_in_rounds(engine: Engine, grader: Grader, problems: Mapping[int, Problem],
                       carried: Sequence[Sample], cfg: Config, step: int,
                       on_response: Callable[[], bool]) -> tuple[list[int], list[Sample], list[Sample]]:
-    """Sample in rounds of --round_len tokens until enough prompts for a step are complete, the oldest among
-    them. Between two rounds all ranks share out what is unfinished. Every rank must call it.
+    """Sample in rounds of --round_len tokens until there are enough samples for a step: the oldest that have
+    ended. Where samples of a prompt are compared, they count only once all of them have ended. Between two
+    rounds all ranks share out what is unfinished. Every rank must call it.
 
     `problems`: by number (data.numbers_at), those that were carried here and those that begin in the step.
     `carried`: the trajectories that this rank was left with. Returns the numbers of the step's prompts; this
-    rank's graded samples of them, whose prompt_id counts these prompts from 0; and the trajectories that this
-    rank is left with. All are empty if a stop was requested."""
+    rank's graded samples, whose prompt_id counts these prompts from 0; and the trajectories that this rank is
+    left with. All are empty if a stop was requested."""
     trajectories = Trajectories(engine, grader, problems, cfg.samples_per_prompt, cfg.max_response_len,
                                 cfg.round_len)
     trajectories.add(carried)
     trajectories.begin(engine_part({i: problems[i] for i in numbers_at(step, cfg)}, engine), step)
-    due = {i for i in problems if step - step_of(i, cfg) >= cfg.max_staleness or not cfg.carry}
+    must_end = {i for i in problems if step - step_of(i, cfg) >= cfg.max_staleness or not cfg.carry}
     with dist.phase("wait"):  # a resumed run deals as this one, wherever trajectories were before
         keys = sorted(itertools.chain(*dist.gather(list(trajectories.going))))
         move(trajectories, {key: i % engine.engines for i, key in enumerate(keys)}, engine.engines)
@@ -147,26 +148,30 @@ def rollout_in_rounds(engine: Engine, grader: Grader, problems: Mapping[int, Pro
         with dist.phase("rollout"):
             trajectories.advance(cfg.temperature, (cfg.seed, TRAIN, step), step, on_response)
         with dist.phase("wait"):
-            going = dist.gather(sorted(trajectories.going))
+            going, ended = zip(*dist.gather((sorted(trajectories.going), trajectories.keys_of_ended())),
+                               strict=True)
             if dist.stop_requested():
                 return [], [], []
-            unfinished = {prompt_id for keys in going for prompt_id, _ in keys}
-            complete = [i for i in sorted(problems) if i not in unfinished]
-            if len(complete) >= cfg.prompts_per_step and not due & unfinished:
+            unfinished = {number for number, _ in itertools.chain(*going)}
+            waits = unfinished if cfg.compares_samples else ()
+            ready = sorted(key for key in itertools.chain(*ended) if key[0] not in waits)
+            if len(ready) >= cfg.samples_per_step and not must_end & unfinished:
                 break
             move(trajectories, moves(going), engine.engines)
     with dist.phase("rollout"):
-        ended = trajectories.graded()
+        graded = trajectories.graded()
     with dist.phase("wait"):
-        chosen = complete[:cfg.prompts_per_step]
-        place = {number: i for i, number in enumerate(chosen)}
+        chosen = set(ready[:cfg.samples_per_step])
+        numbers = sorted({number for number, _ in chosen})
+        place = {number: i for i, number in enumerate(numbers)}
         # Samples of one prompt meet on one rank, where they are compared.
-        mine = [replace(s, prompt_id=place[s.prompt_id]) for s in ended if s.prompt_id in place]
+        mine = [replace(s, prompt_id=place[s.prompt_id]) for s in graded
+                if (s.prompt_id, s.sample_id) in chosen]
         outgoing = [[s for s in mine if s.prompt_id % engine.engines == rank]
                     for rank in range(engine.engines)]
         samples = sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
-    left = [*trajectories.going.values(), *(s for s in ended if s.prompt_id not in place)]
-    return chosen, samples, left
+    left = [s for s in graded if (s.prompt_id, s.sample_id) not in chosen]
+    return numbers, samples, [*trajectories.going.values(), *left]
 
 
 def move(trajectories: Trajectories, target: Mapping[Key, int], ranks: int) -> None:

@@ -15,6 +15,7 @@ log-probs is left out where the ratio is 1."""
 
 import contextlib
 import gc
+import itertools
 import math
 import os
 import resource
@@ -340,7 +341,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     else:
         batch = batch_at(run.problems, step, cfg)
         samples = draw(run, dict(enumerate(batch)), (step,), arrivals)
-    measure_samples(meter, samples, part_names(cfg), turns=cfg.env != "")
+    measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
@@ -365,8 +366,8 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
 
 def sample_in_rounds(run: Run, step: int, meter: Meter,
                      arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """sample_step's result, for --round_len. The problems are those that began before and are complete now,
-    oldest first."""
+    """sample_step's result, for --round_len. The problems are those of the samples, in the order in which
+    they began."""
     cfg = run.cfg
     # Prompts that were carried here: some of them may be on other ranks alone.
     known = set().union(*dist.gather({s.prompt_id for s in run.carried}))
@@ -472,16 +473,16 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
                meter: Meter) -> Minibatches:
     """The step's minibatches of packs for this rank: equal work, and equally many packs, on every rank.
     Measures the tokens, the share of them that is computed, and the training FLOP without recomputation."""
-    keys = [s.prompt_id * cfg.samples_per_prompt + s.sample_id for s in samples]
+    keys, prompts = step_keys(samples)
     lengths = torch.zeros(cfg.samples_per_step, dtype=torch.int64)
     lengths[keys] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     lengths = dist.all_sum(lengths).numpy()
     c, params = model.config, sum(p.numel() for p in model.parameters())
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
-    layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2))
+    layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2), prompts)
     if cfg.aggregation == "prompt":
-        samples = add_prompt_shares(samples, keys, layout, cfg)
+        samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
     minibatches = [[pack(some, step).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
@@ -494,18 +495,28 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     return minibatches
 
 
+def step_keys(samples: list[Sample]) -> tuple[list[int], np.ndarray]:
+    """Number of each sample among those of all ranks, which are ordered by (prompt_id, sample_id); and the
+    prompt_id of each number."""
+    mine = [(s.prompt_id, s.sample_id) for s in samples]
+    everyone = sorted(itertools.chain(*dist.gather(mine)))
+    number = {key: i for i, key in enumerate(everyone)}
+    return [number[key] for key in mine], np.array([prompt_id for prompt_id, _ in everyone])
+
+
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[list[list[list[int]]]],
-                      cfg: Config) -> list[Sample]:
+                      prompts: Tensor) -> list[Sample]:
     """Each sample with the weight of its tokens in a mean over each prompt's tokens, and then over prompts.
-    The prompts and tokens are those of its minibatch, on all ranks. keys and layout as in dist.balance."""
-    tokens, n = torch.zeros(cfg.samples_per_step, dtype=torch.int64), cfg.samples_per_prompt
+    The prompts and tokens are those of its minibatch, on all ranks. keys and layout as in dist.balance;
+    prompts[i] is the prompt_id of sample i."""
+    tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
-    tokens, share = dist.all_sum(tokens), torch.zeros(cfg.samples_per_step)
+    tokens = dist.all_sum(tokens)
     for ranks in layout:
         chosen = torch.tensor([i for packs in ranks for indices in packs for i in indices])
-        of_prompt = torch.zeros(cfg.prompts_per_step).index_add(0, chosen // n, tokens[chosen].float())
-        prompts = (of_prompt > 0).sum().clamp(min=1)
-        share[chosen] = 1 / (of_prompt[chosen // n].clamp(min=1) * prompts)
+        of_prompt = torch.zeros(int(prompts.max()) + 1).index_add(0, prompts[chosen], tokens[chosen].float())
+        count = (of_prompt > 0).sum().clamp(min=1)
+        share[chosen] = 1 / (of_prompt[prompts[chosen]].clamp(min=1) * count)
     return [replace(s, prompt_share=x) for s, x in zip(samples, share[keys].tolist(), strict=True)]
 
 

@@ -280,6 +280,10 @@ class Trajectories:
             return self._end(replace(s, stopped=False))
         return answered(s, reply.text, ids)
 
+    def keys_of_ended(self) -> list[Key]:
+        """Keys of the trajectories that `graded` will return."""
+        return [*self.graded_before, *self.ended]
+
     def _left(self, s):
         """Tokens that the trajectory may still get."""
         return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)

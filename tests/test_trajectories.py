@@ -91,7 +91,8 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Four prompts a step, whole; seven at a time; each at most two steps after the one in which it began."""
+    """Four prompts a step, whole, because they are compared; seven at a time; each at most two steps after
+    the one in which it began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
@@ -103,6 +104,27 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
         assert len(still) == 3 and Counter(s.prompt_id for s in rest) == dict.fromkeys(still, 3)
         assert sorted([*seen, *still]) == list(range(7 + 4 * step))
     assert len(set(seen)) == 24
+
+
+def test_where_samples_are_not_compared_they_come_one_by_one(folders):
+    """Twelve samples a step, the oldest that ended; none lost, none twice; the rest of a prompt later."""
+    settings = dict(algo="ppo", max_staleness=1)
+    (steps, left), = run_ranks(1, sampled, folders, settings)
+    parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
+    for step, ((numbers, samples), rest) in enumerate(zip(steps, left, strict=True)):
+        keys = [(numbers[s.prompt_id], s.sample_id) for s in samples]
+        assert len(keys) == 12 and keys == sorted(keys) and {i for i, _ in keys} == set(numbers)
+        ended = [(s.prompt_id, s.sample_id) for s in rest if s.reason]
+        assert all(step - 1 <= data.step_of(i, cfg) for i, _ in keys)
+        assert not ended or min(ended) > max(keys)
+        seen += keys
+        assert len(rest) == 9
+        assert sorted([*seen, *((s.prompt_id, s.sample_id) for s in rest)]) == [
+            (i, j) for i in range(7 + 4 * step) for j in range(3)]
+        both = sum((of_rank[step][1] for of_rank, _ in parts), [])
+        assert content(both) == content(samples)
+    counts = [count for _, samples in steps for count in Counter(s.prompt_id for s in samples).values()]
+    assert 0 < min(counts) < 3 == max(counts)
 
 
 def setup_cfg():
@@ -240,7 +262,7 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
     (dict(round_len=48), "--round_len 48 is as long as a response"),
     (dict(round_len=4, resample_rounds=1), "--round_len 4 with --resample_rounds 1"),
     (dict(round_len=4, tp=2), "--round_len 4 with --tp 2"),
-    (dict(round_len=4, carry=1.0), "--carry is 1.0")])
+    (dict(round_len=4, carry=9.0), "--carry is 9.0")])
 def test_what_does_not_go_together_is_refused(changes, said):
     with pytest.raises(UserError, match=said):
         dataclasses.replace(PRESETS["tiny-grpo"], **changes)
@@ -302,6 +324,11 @@ def test_a_carrying_run_that_is_killed_or_stopped_while_it_samples_ends_the_same
 
 
 def test_ppo_learns_from_carried_trajectories_too(base, tmp_path):
-    cfg = dataclasses.replace(base, round_len=5, carry=0.5, steps=3)
-    rows, _ = run(cfg, tmp_path / "p", ranks=2)
+    cfg = dataclasses.replace(base, round_len=5, carry=0.5, steps=3, max_staleness=1)
+    rows, weights = run(cfg, tmp_path / "p", ranks=2)
     assert sum(row["carried"] for row in rows[:-1]) > 2 and rows[0]["logp_gap/max"] < 1e-4
+    other_rows, other = run(cfg, tmp_path / "q", ranks=1)
+    for a, b in zip(maths(rows), maths(other_rows), strict=True):
+        a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    assert all(torch.allclose(weights[name], other[name], atol=1e-5) for name in weights)

@@ -1,0 +1,379 @@
+"""Seconds of rollouts with a few long responses: sampled whole, in rounds (--round_len), carried (--carry).
+
+    python bench/tail.py                # a simulator: orz-7b and orz-32b on 32 H100, by the plan's speeds
+    python bench/tail.py --measure      # the trainer on a long-tailed task on this machine, 10 minutes on two
+                                        # cores, and the simulator beside it
+
+The simulator knows the engines' cost of a decoding step by batch and context, and a distribution of lengths.
+It runs the rules of rollout.rollout_in_rounds on them: who goes on where, when a step has enough samples,
+what is carried. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is the share
+of the engines' seconds in which they wait for others.
+
+The measured task is the demo's, except that one response in 50 writes dots first, some 280 of them: twenty
+times the length of the others. The base model is trained to do so, here, in a minute."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
+
+import plan
+from configs import PRESETS, Config
+from data import step_of
+from trajectories import moves
+
+STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that an engine takes."""
+
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step: (responses, cached tokens)
+    prefill: float  # of a token that is read again
+    rereads_all: bool  # at each round all tokens; otherwise those of trajectories that moved
+    round: float = 0.0  # of a round, beside that
+    cores: float = math.inf  # engines that run at full speed at once
+
+
+# --- the simulator
+
+
+def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
+    """Seconds in which one engine gives each trajectory `tokens` more, after `context` tokens, with at most
+    `slots` at once; the next one starts when one ends."""
+    ends, starts = [], np.zeros(len(tokens), np.int64)
+    for i, count in enumerate(tokens):
+        starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
+        heapq.heappush(ends, int(starts[i] + count))
+    steps = int((starts + tokens).max(initial=0))
+    running, cached = np.zeros(steps + 1), np.zeros(steps + 1)
+    for where, sign in ((starts, 1), (starts + tokens, -1)):
+        np.add.at(running, where, sign)
+        np.add.at(cached, where, sign * (context - starts))
+    running, cached = running.cumsum()[:steps], cached.cumsum()[:steps]
+    return float(cost.step(running, cached + running * np.arange(steps)).sum())
+
+
+def together(seconds: Sequence[float], cores: float) -> float:
+    """Seconds until the last engine is done, where `cores` of them run at full speed at once."""
+    elapsed, before = 0.0, 0.0
+    for i, s in enumerate(sorted(seconds)):
+        elapsed += (s - before) * max(1.0, (len(seconds) - i) / cores)
+        before = s
+    return elapsed
+
+
+class Simulation:
+    """Rollouts of cfg on `engines` engines. lengths(count) draws lengths of responses in tokens."""
+
+    def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
+                 lengths: Callable[[int], np.ndarray]) -> None:
+        self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
+        self.going = {}  # (number, sample) -> [tokens left, tokens so far, [(version, tokens), ...]]
+        self.ended = {}  # (number, sample) -> segments
+        self.next = 0
+
+    def step(self, step: int) -> dict[str, float]:
+        """Seconds, idle share, staleness and tokens of the step's rollout."""
+        cfg, n = self.cfg, self.cfg.samples_per_prompt
+        new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
+        for number in range(self.next, self.next + new):
+            for sample, length in enumerate(self.draw(n)):
+                self.going[number, sample] = [int(length), 0, []]
+        self.next += new
+        keys = sorted(self.going)
+        held = [keys[r::self.engines] for r in range(self.engines)]
+        if not cfg.round_len:
+            held = [[k for k in keys if k[0] % self.engines == r] for r in range(self.engines)]
+        seconds, busy, moved = 0.0, 0.0, set()
+        while True:
+            each = [self._round(of_engine, moved, step) for of_engine in held]
+            seconds += together(each, self.cost.cores) + self.cost.round
+            busy += sum(each)
+            held = [[k for k in of_engine if k in self.going] for of_engine in held]
+            unfinished = {number for number, _ in self.going}
+            waits = unfinished if cfg.compares_samples else ()
+            ready = sorted(key for key in self.ended if key[0] not in waits)
+            due = any(step - step_of(i, cfg) >= cfg.max_staleness or not cfg.carry for i in unfinished)
+            if len(ready) >= cfg.samples_per_step and not due:
+                break
+            target = moves(held)
+            moved = set(target)
+            for key, rank in target.items():
+                held[rank].append(key)
+            held = [[k for k in of_engine if target.get(k, r) == r] for r, of_engine in enumerate(held)]
+        done = [self.ended.pop(key) for key in ready[:cfg.samples_per_step]]
+        ages = [(step - version, tokens) for segments in done for version, tokens in segments]
+        total = sum(tokens for _, tokens in ages)
+        return {"seconds": seconds, "idle": 1 - busy / (seconds * min(self.engines, self.cost.cores)),
+                "staleness": sum(age * tokens for age, tokens in ages) / max(total, 1),
+                "oldest": max((age for age, _ in ages), default=0), "tokens": total}
+
+    def _round(self, keys, moved, step):
+        """Seconds of one engine's round."""
+        if not keys:
+            return 0.0
+        reread = 0
+        of = [self.going[k] for k in keys]
+        segment = np.array([min(left, self.cfg.round_len or left) for left, _, _ in of])
+        context = np.array([self.prompt + had for _, had, _ in of])
+        for key, count, was in zip(keys, segment.tolist(), context.tolist(), strict=True):
+            trajectory = self.going[key]
+            if self.cost.rereads_all or key in moved:
+                reread += was
+            trajectory[0] -= count
+            trajectory[1] += count
+            trajectory[2].append((step, count))
+            if trajectory[0] == 0:
+                self.ended[key] = self.going.pop(key)[2]
+        return reread * self.cost.prefill + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost)
+
+
+def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
+             steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
+    """Means over the steps after the first `warm`."""
+    simulation = Simulation(cfg, engines, cost, prompt, lengths)
+    rows = [simulation.step(i) for i in range(steps)][warm:]
+    return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
+
+
+def lognormal(mean: float, sigma: float, cap: int, seed: int = 0) -> Callable[[int], np.ndarray]:
+    """Draws lengths: log-normal, cut at `cap`, with about this mean after the cut."""
+    rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
+    center = math.log(mean)
+    for _ in range(30):  # the cut takes some of the mean away
+        center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
+
+    def draw(count):
+        return np.clip(rng.lognormal(center, sigma, count), 1, cap).astype(int)
+
+    return draw
+
+
+# --- on H100s, by the plan's speeds
+
+
+def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
+    """The preset, and what its engine costs on H100s: a decoding step reads the weights and the cache."""
+    cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
+    params, kv_bytes = SHAPES[model]
+    hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
+
+    def step(running, cached):
+        return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)
+
+    return cfg, Cost(step, 2 * params / flops, rereads_all=False, round=0.1)
+
+
+SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}  # parameters, KV bytes
+
+
+def table(preset: str, model: str, gpus: int, mean: float, sigma: float) -> list[dict]:
+    """One row a rule."""
+    cfg, cost = gpu_cost(preset, model, gpus)
+    engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
+    cfg = replace(cfg, tp=1)  # an engine is a rank here
+    rules = {"whole": {}, "rounds": dict(round_len=cap // 16)} | {
+        f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
+        for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}
+    rows = [{"rule": name} | simulate(replace(cfg, **changes), engines, cost, prompt,
+                                      lognormal(mean, sigma, cap)) for name, changes in rules.items()]
+    full = cfg.samples_per_step / engines
+    batch = np.array([min(full, cfg.max_num_seqs)])
+    ideal = rows[0]["tokens"] / engines / batch[0] * float(cost.step(batch, batch * (prompt + mean / 2))[0])
+    rows.append({"rule": "ideal", "seconds": ideal, "idle": 0.0, "staleness": 0.0, "oldest": 0})
+    facts = {"preset": preset, "gpus": gpus, "mean": mean, "sigma": sigma, "cap": cap}
+    return [facts | row | {"speedup": rows[0]["seconds"] / row["seconds"]} for row in rows]
+
+
+def show(rows: Sequence[dict]) -> None:
+    """Print rows of `table`."""
+    first = rows[0]
+    print(f"\n{first['preset']} on {first['gpus']} H100: responses of {first['mean']:,} tokens on average, "
+          f"log-normal with sigma {first['sigma']}, at most {first['cap']:,}\n")
+    print(f"  {'rule':24}{'seconds':>9}{'speed-up':>10}{'idle':>7}{'staleness':>11}{'oldest':>8}")
+    for row in rows:
+        print(f"  {row['rule']:24}{row['seconds']:9.1f}{row['speedup']:10.2f}{row['idle']:7.0%}"
+              f"{row['staleness']:11.2f}{row['oldest']:8.0f}")
+
+
+# --- on this machine: a long-tailed task
+
+DOTS, LONG = 280, 0.02  # mean number of dots, and share of the responses that write them
+RUNS = ROOT / "runs" / "tail"
+
+
+def long_tailed(base: str, out: Path, steps: int = 150, seed: int = 0) -> Path:
+    """A copy of the tiny model `base` that writes dots before one response in 50. It is trained on its own
+    responses; a quarter of the texts get dots, and the token that decides counts accordingly."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if (out / "config.json").exists():
+        return out
+    torch.manual_seed(seed)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    rows = [json.loads(line) for line in Path(base, "train.jsonl").read_text().splitlines()[:1024]]
+    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    texts = model.generate(**prompts, do_sample=True, max_new_tokens=48, top_k=0, stop_strings="</answer>",
+                           tokenizer=tokenizer)[:, prompts.input_ids.shape[1]:]
+    asked = [tokenizer(row["prompt"]).input_ids for row in rows]
+    said = [[i for i in text if i != tokenizer.pad_token_id] for text in texts.tolist()]
+    dot, = tokenizer(".", add_special_tokens=False).input_ids
+    rng, optimizer = np.random.default_rng(seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        ids, weights = [], []
+        for i in rng.integers(0, len(rows), 16):
+            long = rng.random() < 0.25
+            dots = min(int(rng.geometric(1 / DOTS)), 700) if long else 0
+            ids.append(torch.tensor([*asked[i], *[dot] * dots, *said[i]]))
+            weight = torch.ones(len(ids[-1]))
+            weight[:len(asked[i])] = 0
+            weight[len(asked[i])] = LONG / 0.25 if long else (1 - LONG) / 0.75
+            weights.append(weight)
+        batch, weight = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (ids, weights))
+        logp = model(batch).logits[:, :-1].log_softmax(-1).gather(2, batch[:, 1:, None])[..., 0]
+        loss = -(logp * weight[:, 1:]).sum() / weight[:, 1:].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
+        optimizer.step()
+    model.config.max_position_embeddings = 1024
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        shutil.copy(Path(base, name), out)
+    return out
+
+
+RULES = {"whole": [], "rounds": ["--round_len", "40"],
+         "carry": ["--round_len", "40", "--carry", "1", "--max_staleness", "8"]}
+SHAPE = dict(prompts_per_step=32, samples_per_prompt=8, max_response_len=700, max_num_seqs=512, pack_len=8192)
+
+
+def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int,
+          **more: float) -> list[dict]:
+    """Metrics of a run, one row a step."""
+    out = RUNS / f"{preset}-{rule}-{ranks}-{seed}"
+    shutil.rmtree(out, ignore_errors=True)
+    flags = SHAPE | dict(model=model, data=model / "train.jsonl", eval_every=0, steps=steps, save_every=0,
+                         seed=seed, out=out, save_samples="all", **more)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+               "train.py", preset, "--go", *RULES[rule],
+               *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward" in row]
+
+
+def cpu_cost(model: Path) -> Cost:
+    """What the PyTorch engine costs on this machine: a line through decoding steps of several batches."""
+    import time
+
+    import dist
+    from model import files_weights, load_tokenizer
+    from rollout import make_engine
+
+    world, path = dist.init("cpu", "float32"), str(model)
+    cfg = replace(PRESETS["tiny-grpo"], model=path, stop=(), **SHAPE)
+    engine = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype)
+    engine.eos_tensor = engine.eos_tensor[:0]  # nothing ends a response: all have the length that is asked for
+    points = []
+    with engine.awake(files_weights(path, world.device, world.dtype), version=0):
+        def run(count, prompt, tokens):
+            prompts = {i: [i % 50 + 20, *range(20, 20 + prompt - 1)] for i in range(count)}
+            start = time.perf_counter()
+            list(engine.generate(prompts, 1, 1.0, tokens, (0,), 0))
+            return time.perf_counter() - start
+
+        run(8, 8, 16)
+        for count in (1, 8, 32, 128, 256):
+            for prompt in (8, 108):
+                few, many = (median(run(count, prompt, tokens) for _ in range(3)) for tokens in (10, 50))
+                points.append((count, prompt + 30, (many - few) / 40))
+        prefill = (median(run(128, 108, 1) for _ in range(3)) - median(run(128, 8, 1) for _ in range(3)))
+    counts, contexts, seconds = (np.array(x, float) for x in zip(*points, strict=True))
+    columns = np.stack([np.ones_like(counts), counts, counts * contexts], 1)
+    # Relative errors count: the tail is many steps of few responses.
+    a, b, c = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+    return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill / 128 / 100,
+                rereads_all=True, round=0.01, cores=os.cpu_count())
+
+
+def lengths_of(rule_out: Path) -> list[list[int]]:
+    """Lengths of each step's responses, by prompt and sample."""
+    return [[json.loads(line)["tokens"] for line in file.read_text().splitlines()]
+            for file in sorted((rule_out / "samples").glob("*.jsonl"))]
+
+
+def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
+    """Seconds of each rule with weights that hardly move, so that lengths stay: measured and simulated, twice
+    in turn. And the rewards of runs that learn, with and without --carry."""
+    model, runs, learnt = long_tailed(base, RUNS / "base"), {}, []
+    for _ in range(2):
+        for preset, ranks in (("tiny-ppo", 2), ("tiny-grpo", 2), ("tiny-grpo", 4)):
+            for rule in RULES:
+                rows = train(model, preset, rule, ranks, 0, WARM + 6, policy_lr=1e-8)
+                runs.setdefault((preset, rule, ranks), []).extend(rows[WARM:])
+    lengths = np.array(sum(lengths_of(RUNS / "tiny-grpo-whole-2-0"), []))
+    cost, found = cpu_cost(model), []
+    for (preset, rule, ranks), rows in runs.items():
+        flags = dict(zip((word[2:] for word in RULES[rule][::2]), map(int, RULES[rule][1::2]), strict=True))
+        rng = np.random.default_rng(0)
+        predicted = simulate(replace(PRESETS[preset], **SHAPE, **flags), ranks, cost, 8,
+                             lambda n, rng=rng: rng.choice(lengths, n), 4 * STEPS)
+        means = {name: fmean(row[f"time/{name}"] for row in rows) for name in ("rollout", "wait", "step")}
+        found.append({"preset": preset, "rule": rule, "ranks": ranks,
+                      "sampling_s": means["rollout"] + means["wait"], "simulated_s": predicted["seconds"],
+                      "wait_s": means["wait"], "step_s": means["step"],
+                      "staleness": fmean(row.get("staleness/mean", 0) for row in rows)})
+    for seed in range(seeds):
+        for rule in ("whole", "carry"):
+            rows = train(model, "tiny-ppo", rule, 2, seed, 16)
+            learnt.append({"rule": rule, "seed": seed, "rewards": [round(row["reward"], 3) for row in rows],
+                           "step_s": median(row["time/step"] for row in rows)})
+    return found, learnt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="run the trainer here, beside the simulator")
+    parser.add_argument("--base", default="runs/tiny-base-0")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", default="", help="also write the figures here, a JSON line each")
+    args = parser.parse_args()
+    if args.measure:
+        rows = sum(measure(args.base, args.seeds), [])
+        for row in rows:
+            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}))
+    else:
+        rows = []
+        for preset, mean in (("orz-7b", 2000), ("orz-7b-grpo", 2000), ("orz-32b", 4000)):
+            found = table(preset, "32b" if "32b" in preset else "7b", 32, mean, 1.0)
+            show(found)
+            rows += found
+    if args.out:
+        Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
