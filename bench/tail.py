@@ -296,7 +296,7 @@ def cpu_cost(model: Path) -> Cost:
     world, path = dist.init("cpu", "float32"), str(model)
     cfg = replace(PRESETS["tiny-grpo"], model=path, stop=(), **SHAPE)
     engine = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype)
-    engine.eos_tensor = engine.eos_tensor[:0]  # nothing ends a response: all have the length that is asked for
+    engine.eos_tensor = engine.eos_tensor[:0]  # so that all have the length that is asked for
     points = []
     with engine.awake(files_weights(path, world.device, world.dtype), version=0):
         def run(count, prompt, tokens):
