@@ -1,0 +1,663 @@
+"""Tests recipes, and what papers claim of them, on a laptop: many short runs, compared seed by seed.
+
+    python bench/ablations.py [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
+    python bench/ablations.py --report                     # only the tables, from the runs so far
+    python bench/ablations.py --vary my.py:advantage       # your function against the reference, on all tasks
+
+A run that is in bench/results/ablations.jsonl is not made again, so the same command goes on where it was
+interrupted. Seed 0 of everything comes first, then seed 1. `--part core` is what decides most claims, `all`
+the whole matrix, `power` ten seeds of both references, and `stability` thirty of them on the first task.
+
+A variant is compared with its reference on the same seeds: the difference of held-out accuracy after the last
+step, its mean over the seeds, and a 95 % interval (Student's t). All runs of a task start from one base
+model. The tables go to bench/results/ablations.md, .json and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import multiprocessing as mp
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import engine_torch
+import grpo
+import ppo
+import train
+from configs import PRESETS, Config, UserError, require, user_errors
+from log import read_metrics
+from tiny import VERSION, build
+
+RESULTS = ROOT / "bench/results"
+VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
+STEPS = 30
+TASKS = {  # flags of a task's runs, and the reward that counts as reached
+    "chain": (dict(max_response_len=48), 0.3),
+    "think": (dict(max_response_len=72), 0.1),
+    "product": (dict(max_response_len=56), 0.3),
+    "countdown": (dict(max_response_len=112), 0.3),
+}
+REFERENCE = replace(
+    PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
+    policy_lr=2e-4, lr_decay="constant", reward=("exact",), save_samples="none", keep_best="",
+    aggregation="response", device="cpu", dtype="float32", max_logp_gap=100.0, go=True)
+REFERENCES = {"grpo": REFERENCE, "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
+
+
+# --- faults and changes that no flag makes: each changes a function, in the process of one run
+
+
+def flip_sign(cfg: Config) -> None:
+    """A wrong estimator: the advantage has the wrong sign."""
+    right = train.add_group_advantages
+    train.add_group_advantages = lambda samples, cfg: [
+        replace(s, advantage=-s.advantage) for s in right(samples, cfg)]
+
+
+def pack_mean(cfg: Config) -> None:
+    """A wrong estimator: the mean of the packs' means, instead of the mean over the update's tokens."""
+    right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
+
+    def counts(packs):
+        packs_of[:] = [sum(1 for p in packs if p.responses)]
+        return right_counts(packs)
+
+    def loss(model, p, tokens, responses, cfg, meter):
+        n = packs_of[0]
+        return right_loss(model, p, max(len(p.loss_tokens), 1) * n, max(p.responses, 1) * n, cfg, meter)
+
+    train.counts, train.policy_pack_loss = counts, loss
+
+
+def no_stop_gradient(cfg: Config) -> None:
+    """A wrong estimator: the old log-probs carry a gradient, which cancels that of the new ones."""
+    right = grpo.policy_loss
+    grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
+
+
+def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
+    """The engine samples with the weights of `stale` steps ago, and with noise of `nats` on each logit. The
+    evaluation after the last step has neither."""
+    right_load, right_sample, kept = engine_torch.TorchEngine.load, engine_torch.sample_token, []
+    generator = torch.Generator().manual_seed(cfg.seed)
+
+    def load(self, weights):
+        kept.append([(name, x.clone()) for name, x in weights])
+        last = len(kept) > cfg.steps
+        right_load(self, kept[-1 if last else max(0, len(kept) - 1 - stale)])
+
+    def sample_token(logits, u, temperature):
+        noise = 0.0 if len(kept) > cfg.steps else nats * torch.randn(logits.shape, generator=generator)
+        return right_sample(logits + noise, u, temperature)
+
+    engine_torch.TorchEngine.load, engine_torch.sample_token = load, sample_token
+
+
+def sequence_weight(cfg: Config, **gap: float) -> None:
+    """The mismatch of the engine is corrected by one weight a response, at most --tis_clip."""
+    def weight(logp, p, cfg):
+        segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
+        log_ratio = grpo._segment_sum(torch.where(p.mask, logp - p.engine_logp, 0), segment)
+        return torch.where(p.mask, log_ratio.exp().clamp(max=cfg.tis_clip), 0)
+
+    train.mismatch_weight = weight
+    engine_gap(cfg, **gap)
+
+
+def wrong_grades(cfg: Config, share: float) -> None:
+    """A share of the training rewards is turned around. The evaluation's are right."""
+    right = train.rollout
+
+    def rollout(*args):
+        def graded(s):
+            wrong = random.Random(f"{cfg.seed} {s.version} {s.prompt_id} {s.sample_id}").random() < share
+            return replace(s, reward=1.0 - s.reward) if wrong else s
+        return [graded(s) for s in right(*args)]
+
+    train.rollout = rollout
+
+
+def forked(cfg: Config, file: str, name: str, text: str) -> None:
+    """A function of a fork's file in the place of the reference's. text: hash of the file."""
+    spec = importlib.util.spec_from_file_location("fork", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    setattr(*HOOKS[name], getattr(module, name))
+
+
+# What --vary FILE:NAME may replace: the name in the file, and the module and function here.
+HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
+         "token_weights": (grpo, "token_weights"), "mismatch_weight": (train, "mismatch_weight"),
+         "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
+
+
+# --- the matrix
+
+
+class Variant(NamedTuple):
+    """A reference, the flags that differ from it, and a function with its arguments that changes the code."""
+
+    reference: str
+    flags: dict[str, Any] = {}
+    patch: Callable | None = None
+    args: dict[str, Any] = {}
+
+
+def recipe(preset: str, **flags: Any) -> Variant:
+    """A member of the GRPO family: the fields of its preset that tell it from GRPO."""
+    fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
+    return Variant("grpo", {f: getattr(PRESETS[preset], f) for f in fields} | flags)
+
+
+def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
+    """GRPO whose engine differs from the trainer, and what corrects it: no correction, if flags name none."""
+    return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
+
+
+FOUR = dict(policy_updates=4)
+DAPO = FOUR | dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
+CORE = {  # the most decisive first
+    "grpo": Variant("grpo"),
+    "ppo": Variant("ppo"),
+    "wrong-sign": Variant("grpo", {}, flip_sign),
+    "wrong-no-stop-gradient": Variant("grpo", {}, no_stop_gradient),
+    "wrong-stale-weights": gap(STEPS),
+    "wrong-pack-mean": Variant("grpo", dict(pack_len=256), pack_mean),
+    "lam-0.95": Variant("ppo", dict(lam=0.95)),
+    "kl-loss-0.1": Variant("ppo", dict(kl_coef=0.1)),
+    "critic-1": Variant("ppo", dict(critic_updates=1)),
+    "dr-grpo": recipe("dr-grpo-7b"),
+    "rloo": recipe("rloo-7b"),
+    "orz-grpo": recipe("orz-7b-grpo"),
+    "reinforce++": recipe("reinforce++-7b"),
+    "grpo-4": Variant("grpo", FOUR),
+    "grpo-4-clip-0.28": Variant("grpo", FOUR | dict(clip_high=0.28)),
+    "gspo": recipe("gspo-7b", **FOUR),
+    "cispo": recipe("cispo-7b", **FOUR),
+    "dapo": Variant("grpo", DAPO),
+    "resample": Variant("grpo", dict(resample_rounds=2)),
+    "stale-4": gap(4),
+    "stale-4-tis-2": gap(4, tis_clip=2.0),
+    "noise-0.3": gap(nats=0.3),
+    "noise-0.3-tis-2": gap(nats=0.3, tis_clip=2.0),
+    "wrong-grades-0.1": Variant("grpo", {}, wrong_grades, dict(share=0.1)),
+}
+
+
+def matrix() -> dict[str, Variant]:
+    """All variants, those of the core first."""
+    found = dict(CORE)
+    for x in (0.9, 0.99):
+        found[f"lam-{x}"] = Variant("ppo", dict(lam=x))
+    for x in (0.99, 0.999):
+        found[f"gamma-{x}"] = Variant("ppo", dict(gamma=x))
+    for place in ("loss", "reward"):
+        for x in (0.001, 0.01, 0.1):
+            found[f"kl-{place}-{x}"] = Variant("ppo", dict(kl_coef=x, kl_in=place))
+    found |= {"critic-4": Variant("ppo", dict(critic_updates=4)),
+              "no-value-clip": Variant("ppo", dict(value_clip=None)),
+              "critic-warm-up": Variant("ppo", dict(freeze_policy_steps=3)),
+              "reinforce++-baseline": recipe("reinforce++-baseline-7b", kl_coef=0.001, kl_estimator="k2"),
+              "scale-rl": recipe("scale-rl-7b", **FOUR)}
+    parts = dict(clip_high=0.2, aggregation="response", resample_rounds=0, overlong_buffer=0)
+    found |= {f"dapo-without-{name}": Variant("grpo", DAPO | {name: x}) for name, x in parts.items()}
+    for prompts, samples in ((4, 32), (8, 16), (32, 4), (64, 2)):
+        found[f"{prompts}x{samples}"] = Variant(
+            "grpo", dict(prompts_per_step=prompts, samples_per_prompt=samples))
+    for passes in (2, 4):
+        for x in (0.2, 0.28):
+            found[f"passes-{passes}-clip-{x}"] = Variant("grpo", dict(passes_per_step=passes, clip_high=x))
+    found |= {f"temperature-{x}": Variant("grpo", dict(temperature=x)) for x in (0.6, 0.8, 1.2)}
+    sequence = dict(patch=sequence_weight, tis_clip=2.0)
+    corrections = {"": {}, "-tis-2": dict(tis_clip=2.0), "-tis-5": dict(tis_clip=5.0), "-sequence": sequence}
+    for ending, flags in corrections.items():
+        found |= {f"noise-{x}{ending}": gap(nats=x, **flags) for x in (0.01, 0.03, 0.1, 0.3)}
+        found |= {f"stale-{k}{ending}": gap(k, **flags) for k in (1, 2, 4, 8)}
+    for x in (0.01, 0.05, 0.2):
+        found[f"wrong-grades-{x}"] = Variant("grpo", {}, wrong_grades, dict(share=x))
+    return found | {"mask-truncated": Variant("grpo", dict(mask_truncated=True)),
+                    "format": Variant("grpo", dict(reward=("exact", "format=0.2")))}
+
+
+# --- runs
+
+
+def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
+    """The settings of one run."""
+    flags = TASKS[task][0] | variant.flags
+    if task == "countdown":
+        flags["reward"] = (f"{base}/countdown.py:reaches", *flags.get("reward", ())[1:])
+    return replace(REFERENCES[variant.reference], **flags, seed=seed, model=base,
+                   data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",))
+
+
+def key_of(cfg: Config, variant: Variant) -> str:
+    """Hash of what decides a run: its settings, and the change of the code. The paths don't count."""
+    settings = asdict(cfg) | {"model": VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
+    change = (variant.patch.__name__ if variant.patch else "", variant.args)
+    return hashlib.sha256(json.dumps([settings, change], default=str).encode()).hexdigest()[:12]
+
+
+def train_one(cfg: Config, variant: Variant, file: str) -> None:
+    """One run in a process of its own. Its figures go to `file`, its output to the run's folder."""
+    torch.set_num_threads(1)
+    start = time.process_time()
+    with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
+        cfg = replace(cfg, out=f"{folder}/run")
+        log = open(f"{folder}/log.txt", "w")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        if variant.patch:
+            variant.patch(cfg, **variant.args)
+        error, right, sampled = "", train.rollout, []
+
+        def rollout(*args):
+            samples = right(*args)
+            sampled.append(len(samples))
+            return samples
+
+        train.rollout = rollout
+        try:
+            run = train.prepare(cfg)
+            with run.lock, run.log:
+                train.train(run)
+            run.grader.close()
+        except UserError as e:  # the run stopped itself
+            error = str(e)
+        found = figures(Path(cfg.out)) | {"error": error, "samples": sum(sampled)}
+        found["cpu_seconds"] = round(time.process_time() - start, 1)
+    Path(file).write_text(json.dumps(found))
+    os._exit(0)
+
+
+KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "lengths_wrong",
+        "entropy": "entropy", "truncated": "truncated", "repetition": "repetition", "clip_share": "clipped",
+        "logp_gap/mean": "gaps", "grad_norm/policy": "grad_norms", "pass@n": "pass_n"}
+
+
+def figures(out: Path) -> dict[str, Any]:
+    """What is kept of a run: accuracies, its curves, its alarms."""
+    rows = read_metrics(out)
+    steps = [r for r in rows if "reward" in r]
+    accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
+    alarms = out / "alarms.jsonl"
+    texts = [json.loads(line)["text"] for line in alarms.open()] if alarms.is_file() else []
+    curves = {name: [round(r.get(metric, 0.0), 4) for r in steps] for metric, name in KEPT.items()}
+    finished = len(accuracy) > 1
+    return {"base": accuracy[0] if accuracy else None, "accuracy": accuracy[-1] if finished else None,
+            **curves, "alarms": texts[:10]}
+
+
+def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
+    """Make all runs, `jobs` at a time, each in a fork of this process, which has imported everything. Each
+    finished one is a line of `results`."""
+    context, running, began, total = mp.get_context("fork"), {}, time.monotonic(), len(waiting)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
+        for number, (name, cfg, variant) in enumerate(waiting):
+            file = Path(folder, f"{number}.json")
+            process = context.Process(target=train_one, args=(cfg, variant, str(file)))
+            process.start()
+            running[process] = name, file
+            while len(running) >= jobs or (running and number == total - 1):
+                wait([process.sentinel for process in running])
+                for process in [p for p in running if p.exitcode is not None]:
+                    line = keep(*running.pop(process), process.exitcode, results)
+                    print(f"{time.monotonic() - began:5.0f} s  {line}", flush=True)
+
+
+def keep(name: dict, file: Path, exitcode: int, results: Path) -> str:
+    """Add a run's figures to the results. Returns what to say of it."""
+    said = f"{name['task']} {name['variant']} seed {name['seed']}"
+    if not file.is_file():
+        return f"{said}: exit {exitcode}, no result"
+    row = name | json.loads(file.read_text())
+    with results.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    return f"{said}: {row['accuracy']} {row['error']}"
+
+
+# --- statistics
+
+# Student's t for a two-sided 95 % interval, with 1 to 29 degrees of freedom.
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+         2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
+         2.045)
+
+
+class Estimate(NamedTuple):
+    """A mean over n seeds, and half the width of its 95 % interval: infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    def __str__(self) -> str:
+        half = f"± {self.half:.3f}" if math.isfinite(self.half) else "(one seed)"
+        return f"{self.mean:+.3f} {half}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and Student's interval of independent values, at most 30; None has no mean."""
+    n = len(values)
+    half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    return Estimate(fmean(values), half, n)
+
+
+def last(values: Sequence[float], n: int = 5) -> float:
+    """Mean of the last n values."""
+    return fmean(values[-n:])
+
+
+def collapsed(row: dict) -> bool:
+    """Whether a run stopped itself, or lost half of the best reward that it had, in means of five steps."""
+    rewards = row["rewards"]
+    if row["accuracy"] is None or len(rewards) < 5:
+        return True
+    best = max(fmean(rewards[i:i + 5]) for i in range(len(rewards) - 4))
+    return last(rewards) < best / 2
+
+
+def steps_to(row: dict, threshold: float) -> int:
+    """First step at which the mean reward of three steps is `threshold`; the run's length if none is."""
+    rewards = row["rewards"]
+    return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
+
+
+MEASURES = {  # what a claim is about: a number of a run
+    "accuracy": lambda row, task: row["accuracy"] or 0.0,
+    "steps": lambda row, task: steps_to(row, TASKS[task][1]),
+    "samples": lambda row, task: float(row["samples"]),
+    "length": lambda row, task: last(row["lengths"]),
+    "length of wrong": lambda row, task: last(row["lengths_wrong"]),
+    "entropy": lambda row, task: last(row["entropy"]),
+    "collapsed": lambda row, task: float(collapsed(row)),
+}
+Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> row
+
+
+def difference(runs: Runs, task: str, variant: str, reference: str,
+               measure: str = "accuracy") -> Estimate | None:
+    """A variant's measure minus its reference's, paired by seed; None where no seed has both."""
+    ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
+    f = MEASURES[measure]
+    gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
+    return estimate(gaps) if gaps else None
+
+
+def seeds_needed(deviation: float, gap: float = 0.02) -> int:
+    """Seeds that show a difference of `gap` at the 5 % level with a probability of 80 %, if the differences
+    of pairs have this standard deviation: n = ((1.96 + 0.84) deviation / gap)²."""
+    return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
+
+
+# --- claims
+
+
+class Claim(NamedTuple):
+    """What a paper says of a variant's measure against a reference's: that it is higher (sign 1) or lower."""
+
+    text: str
+    source: str
+    variant: str
+    reference: str
+    sign: int
+    measure: str = "accuracy"
+
+
+CLAIMS = (
+    Claim("λ = 1 is better than 0.95", "ORZ 2503.24290, sec. 2.2", "ppo", "lam-0.95", 1),
+    Claim("a KL penalty hurts", "ORZ, sec. 2.2", "kl-loss-0.1", "ppo", -1),
+    Claim("PPO collapses less than GRPO", "ORZ, sec. 3", "ppo", "grpo", -1, "collapsed"),
+    Claim("PPO ends higher than GRPO", "ORZ, sec. 3", "ppo", "grpo", 1),
+    Claim("12 critic updates are better than 1", "ORZ's settings", "ppo", "critic-1", 1),
+    Claim("GRPO's mean over responses makes wrong responses longer", "Dr. GRPO 2503.20783, sec. 3.1", "grpo",
+          "dr-grpo", 1, "length of wrong"),
+    Claim("without GRPO's biases accuracy is no worse", "Dr. GRPO, sec. 3.2", "dr-grpo", "grpo", 1),
+    Claim("RLOO's baseline is better than GRPO's", "RLOO 2402.14740, sec. 3", "rloo", "grpo", 1),
+    Claim("global whitening is better than a group's deviation", "REINFORCE++ 2501.03262, sec. 3",
+          "reinforce++", "grpo", 1),
+    Claim("clip-higher keeps entropy", "DAPO 2503.14476, sec. 3.1", "grpo-4-clip-0.28", "grpo-4", 1,
+          "entropy"),
+    Claim("clip-higher raises accuracy", "DAPO, tab. 1", "grpo-4-clip-0.28", "grpo-4", 1),
+    Claim("dynamic sampling needs fewer steps", "DAPO, sec. 3.2", "resample", "grpo", -1, "steps"),
+    Claim("dynamic sampling takes more samples a run", "DAPO, sec. 3.2", "resample", "grpo", 1, "samples"),
+    Claim("DAPO's four parts together are better", "DAPO, tab. 1", "dapo", "grpo-4", 1),
+    Claim("a ratio of the sequence is better", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1),
+    Claim("CISPO learns faster", "CISPO 2506.13585, sec. 3", "cispo", "grpo-4", -1, "steps"),
+    Claim("weights that are 4 steps old hurt", "AReaL 2505.24298, sec. 5", "stale-4", "grpo", -1),
+    Claim("truncated weights repair stale weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
+    Claim("a mismatch of 0.3 nats without correction hurts", "TIS", "noise-0.3", "grpo", -1),
+    Claim("truncated weights repair the mismatch", "TIS", "noise-0.3-tis-2", "noise-0.3", 1),
+    Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
+)
+
+
+def verdict(found: Estimate, sign: int) -> str:
+    """Whether the 95 % interval of a difference lies on the claim's side of 0."""
+    if not math.isfinite(found.half) or abs(found.mean) <= found.half:
+        return "can't tell"
+    return "agrees" if found.mean * sign > 0 else "**disagrees**"
+
+
+# --- tables
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
+    """One row a claim and task. Claims whose runs are missing are said to be so."""
+    rows = []
+    for claim in CLAIMS:
+        for task in tasks:
+            found = difference(runs, task, claim.variant, claim.reference, claim.measure)
+            compared = f"{claim.measure}: {claim.variant} minus {claim.reference}"
+            seen = (found, found.n, verdict(found, claim.sign)) if found else ("no runs", 0, "can't tell")
+            rows.append((claim.text, claim.source, task, compared, *seen))
+    return table(("claim", "source", "task", "measured", "difference", "seeds", "verdict"), rows)
+
+
+def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
+    """One row a variant: its means over the seeds, and the paired difference to its reference."""
+    rows = []
+    for name, variant in variants.items():
+        found = list(runs.get((task, name), {}).values())
+        if not found:
+            continue
+        mean = {measure: fmean(f(row, task) for row in found) for measure, f in MEASURES.items()}
+        accuracy = [MEASURES["accuracy"](row, task) for row in found]
+        spread = stdev(accuracy) if len(found) > 1 else math.nan
+        gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
+        rest = (f"{mean[m]:.{d}f}" for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
+        rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", f"{spread:.3f}",
+                     gap or "–", *rest, sum(map(collapsed, found))))
+    head = ("variant", "reference", "seeds", "accuracy", "spread", "difference to the reference",
+            f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed")
+    return table(head, rows)
+
+
+def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
+    """Each task's noise: deviations of one recipe over seeds, and of paired differences."""
+    rows = []
+    for task in tasks:
+        for reference in REFERENCES:
+            found = [row["accuracy"] or 0.0 for row in runs.get((task, reference), {}).values()]
+            if len(found) < 3:
+                continue
+            halves = [gap.half * math.sqrt(gap.n) / T_975[gap.n - 2] for name, v in variants.items()
+                      if v.reference == reference and name != reference
+                      and (gap := difference(runs, task, name, reference)) and gap.n > 2]
+            paired = math.sqrt(fmean(x * x for x in halves)) if halves else math.nan
+            own = stdev(found)
+            rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", f"{paired:.3f}",
+                         seeds_needed(math.sqrt(2) * own), seeds_needed(paired) if halves else "–"))
+    head = ("task", "recipe", "seeds", "accuracy", "deviation over seeds", "deviation of paired differences",
+            "seeds for 2 points, unpaired", "paired")
+    return table(head, rows)
+
+
+def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], planned: int, made: int) -> str:
+    """The text of ablations.md."""
+    rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
+            for task in tasks}
+    base = ", ".join(f"{task} {fmean(r['base'] for r in found if r['base'] is not None):.3f}"
+                     for task, found in rows.items() if found)
+    lines = [
+        "# Claims, tested on tasks for a laptop", "",
+        f"`python bench/ablations.py` made this. {made} of the {planned} runs of `--part all --seeds 5` are "
+        "made; what has no row or no seeds was not run.", "",
+        f"A run has {STEPS} steps of {REFERENCE.samples_per_step} samples. Its accuracy is that on 512 "
+        "held-out problems, two samples each at temperature 1, after the last step. ± is a 95 % interval; "
+        "a difference is between runs of equal seeds. A task has one base model for all its runs; "
+        "other base models may differ. One in 20 intervals misses 0 by chance. A run collapsed if its last "
+        "rewards are below half of its best.", "",
+        f"Accuracy of the base models: {base}.", "",
+        "## Claims", "", *claims_table(runs, tasks), "",
+        "## Noise, and the seeds that show a difference of 2 points", "", *power_table(runs, tasks, variants)]
+    for task in tasks:
+        lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: Path) -> None:
+    """Plots the differences to the references with their intervals, one panel a task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [n for n, v in variants.items() if n != v.reference and any((t, n) in runs for t in tasks)]
+    size = 4 * len(tasks) + 2, 0.22 * len(names) + 1.5
+    figure, axes = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False,
+                                constrained_layout=True)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for y, name in enumerate(names):
+            gap = difference(runs, task, name, variants[name].reference)
+            if gap:
+                half = gap.half if math.isfinite(gap.half) else 0.0
+                color = "C3" if half and abs(gap.mean) > half else "0.5"
+                axis.errorbar(gap.mean, y, xerr=half, fmt="o", ms=3, capsize=2, color=color)
+        axis.axvline(0, color="0.7", lw=1)
+        axis.set_title(task, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_yticks(range(len(names)), names, fontsize=7)
+    axes[0][0].invert_yaxis()
+    figure.supxlabel("accuracy minus the reference's; red: the 95 % interval leaves out 0", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+# --- the command
+
+
+def read_runs(keys: dict[tuple[str, str, int], str]) -> Runs:
+    """The finished runs of these keys, (task, variant, seed) -> settings. Runs with other settings don't
+    count."""
+    runs = {}
+    for file in (RESULTS / "ablations.jsonl", VARIED):
+        for line in file.open() if file.is_file() else ():
+            row = json.loads(line)
+            name = row["task"], row["variant"], row["seed"]
+            if keys.get(name) == row["settings"]:
+                runs.setdefault(name[:2], {})[row["seed"]] = row
+    return runs
+
+
+def varied(spec: str) -> dict[str, Variant]:
+    """The reference, and a fork's function in it. Raises UserError where there is no such function."""
+    file, _, name = spec.rpartition(":")
+    require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
+    require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
+            f"one of {', '.join(HOOKS)}")
+    reference = "ppo" if name in ("gae", "value_loss") else "grpo"
+    text = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    fork = Variant(reference, {}, forked, dict(file=str(Path(file).absolute()), name=name, text=text))
+    return {reference: Variant(reference), spec: fork}
+
+
+def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
+    """The variants that the command line asks for, and their number of seeds."""
+    if args.vary:
+        return varied(args.vary), args.seeds
+    if args.part in ("power", "stability"):
+        return {name: CORE[name] for name in REFERENCES}, {"power": 10, "stability": 30}[args.part]
+    variants = CORE if args.part == "core" else matrix()
+    return {n: v for n, v in variants.items() if not args.only or n in args.only}, args.seeds
+
+
+def write(runs: Runs, keys: dict) -> None:
+    """Write the committed tables and the figure, of all tasks that have runs."""
+    tasks, variants = [task for task in TASKS if any(t == task for t, _ in runs)], matrix()
+    made = sum(seed < 5 for seeds in runs.values() for seed in seeds)
+    text = report(runs, tasks, variants, 5 * len(TASKS) * len(variants), made)
+    (RESULTS / "ablations.md").write_text(text)
+    facts = [{"task": task, "claim": c._asdict(), "difference": found and found._asdict()}
+             for c in CLAIMS for task in tasks
+             for found in [difference(runs, task, c.variant, c.reference, c.measure)]]
+    (RESULTS / "ablations.json").write_text(json.dumps(facts, indent=1) + "\n")
+    draw(runs, tasks, variants, RESULTS / "ablations.png")
+    print(text)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="core", choices=("core", "all", "power", "stability"))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant and task")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
+    parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, compared with the reference")
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    variants, seeds = chosen(args)
+    tasks = args.tasks[:1] if args.part == "stability" else args.tasks
+    base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
+    plan = {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
+            for seed in range(30) for task in TASKS for name, variant in (matrix() | variants).items()}
+    keys = {name: key_of(*run) for name, run in plan.items()}
+    runs = read_runs(keys)
+    waiting = [(dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed]), cfg, variant)
+               for (task, name, seed), (cfg, variant) in plan.items()
+               if name in variants and task in tasks and seed < seeds
+               and seed not in runs.get((task, name), {})]
+    if not args.report:
+        for task in tasks:
+            build(base[task], task=task)
+        train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
+        runs = read_runs(keys)
+    if args.vary:
+        for task in tasks:
+            print("\n".join(["", f"## {task}", "", *task_table(runs, task, variants)]))
+    else:
+        write(runs, keys)
+
+
+if __name__ == "__main__":
+    with user_errors("bench/ablations.py"):
+        main()

@@ -1,0 +1,171 @@
+"""bench/ablations.py and the tasks of tiny.py: problems are right, base models slip, intervals cover the
+truth, wrong estimators are wrong."""
+
+import json
+import random
+import re
+from statistics import fmean
+
+import pytest
+import torch
+
+import grpo
+import ppo
+import tiny as demo
+import train
+from bench import ablations
+from configs import UserError
+
+
+@pytest.mark.parametrize("task", demo.TASKS)
+def test_a_worked_solution_is_right_in_each_of_its_steps(task):
+    """Without slips. What the thought ends with is the answer."""
+    rng, work = random.Random(1), demo.TASKS[task].work
+    for numbers in demo._problems(rng, 2, task)[:200]:
+        problem, thought, answer = work(numbers, rng, 0)
+        if task == "countdown":
+            assert demo.reaches(f"<answer>\\boxed{{{answer}}}</answer>", answer, "") == 1
+            target, reached = int(problem[:-1].split(">")[1]), int(thought.rpartition("=")[2])
+            assert eval(answer) == target == reached
+            assert sorted(re.findall(r"\d", answer)) == problem.split(">")[0].split(",")
+        else:
+            assert eval(problem[:-1]) == int(answer)
+        for a, b in zip(thought.split("="), thought.split("=")[1:], strict=False):
+            sum_of = re.search(r"[\d+*/-]+$", a)[0]
+            assert eval(sum_of) == int(re.match(r"\d+", b)[0]), thought
+
+
+@pytest.mark.parametrize("task", sorted(set(demo.TASKS) - {"sums"}))
+def test_with_slips_most_texts_are_wrong_and_some_are_right(task):
+    rng, (work, _, slip, guesses) = random.Random(1), demo.TASKS[task]
+    right = []
+    for numbers in demo._problems(rng, 2, task)[:500]:
+        gold, share = work(numbers, rng, 0)[2], demo.GUESSES if guesses is None else guesses
+        text = demo._response(numbers, rng, slip, share, "orz", task)
+        said = re.search(r"\\boxed{(.*)}", text)[1]
+        right.append(demo.reaches(text, gold, "") if task == "countdown" else said == gold)
+    least, most = (0.3, 0.8) if task == "countdown" else (0.02, 0.3)  # its tries are hard to copy
+    assert least < fmean(right) < most
+
+
+def test_countdown_takes_any_solution_and_no_other_expression():
+    gold = "((8-3)*4)+2"
+    right = ["((8-3)*4)+2", "((4*8)-7)-3"]
+    assert demo.reaches(f"x<answer>\\boxed{{{right[0]}}}</answer>", gold, "") == 1
+    assert demo.reaches("<answer>\\boxed{((6*2)+8)+4}</answer>", "((8*4)-6)-2", "") == 1  # 24 both
+    for wrong in ("((8-3)*4)+1", "((8-3)*2)+4", "((8/0)*4)+2", "22", "((8-3)*4)+2+0", "((8-3)*4)+²", ""):
+        assert demo.reaches(f"<answer>\\boxed{{{wrong}}}</answer>", gold, "") == 0, wrong
+    assert demo.reaches("((8-3)*4)+2", gold, "") == 0  # no box
+
+
+def test_a_folder_of_another_task_is_built_again_and_an_old_one_is_sums(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BATCHES", 1)
+    path = demo.build(f"{tmp_path}/base", task="countdown")
+    again = demo.build(f"{tmp_path}/again", task="countdown")
+    for name in ("train.jsonl", "heldout.jsonl", "model.safetensors", "countdown.py"):
+        assert open(f"{path}/{name}", "rb").read() == open(f"{again}/{name}", "rb").read()
+    rows = [json.loads(line) for line in open(f"{path}/train.jsonl")]
+    held_out = {json.loads(line)["prompt"] for line in open(f"{path}/heldout.jsonl")}
+    assert len(held_out) == demo.HELD_OUT and not held_out & {row["prompt"] for row in rows}
+    names: dict = {}
+    exec(open(f"{path}/countdown.py").read(), names)
+    assert names["reaches"](f"<answer>\\boxed{{{rows[0]['answer']}}}</answer>", rows[0]["answer"], "") == 1
+    assert demo.build(f"{tmp_path}/base") == path and "countdown" not in open(f"{path}/tiny.json").read()
+    facts = json.loads(open(f"{path}/tiny.json").read())
+    del facts["task"]  # as builds before there were tasks
+    open(f"{path}/tiny.json", "w").write(json.dumps(facts))
+    assert demo.build(path) == path and "task" not in json.loads(open(f"{path}/tiny.json").read())
+    with pytest.raises(UserError, match="--task chain with --digits 3"):
+        demo.build(f"{tmp_path}/other", digits=3, task="chain")
+
+
+# --- the statistics
+
+
+def test_nineteen_of_twenty_intervals_cover_the_true_mean():
+    rng = random.Random(0)
+    for n in (2, 5, 10):
+        found = [ablations.estimate([rng.gauss(3, 2) for _ in range(n)]) for _ in range(4000)]
+        assert 0.94 < fmean(abs(e.mean - 3) <= e.half for e in found) < 0.96
+
+
+def row(accuracy, rewards=(0.5,) * 10):
+    return {"accuracy": accuracy, "rewards": list(rewards)}
+
+
+def test_a_difference_is_paired_by_seed():
+    """Seeds differ by far more than the variant's effect, 0.02; seeds of one side alone don't count."""
+    reference = {seed: row(0.1 * seed) for seed in range(8)}
+    variant = {seed: row(0.1 * seed + 0.02 + 0.001 * (seed % 2)) for seed in range(6)} | {20: row(0.0)}
+    runs = {("chain", "grpo"): reference, ("chain", "x"): variant}
+    found = ablations.difference(runs, "chain", "x", "grpo")
+    assert found.n == 6 and abs(found.mean - 0.0205) < 1e-9 and found.half < 0.001
+    assert ablations.verdict(found, 1) == "agrees" and "disagrees" in ablations.verdict(found, -1)
+    assert ablations.difference(runs, "think", "x", "grpo") is None
+    one = ablations.estimate([0.3])
+    assert ablations.verdict(one, 1) == "can't tell"
+
+
+def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
+    up, down = [i / 20 for i in range(20)], [i / 20 for i in range(10)] + [0.1] * 10
+    assert not ablations.collapsed(row(0.9, up)) and ablations.collapsed(row(0.1, down))
+    assert ablations.collapsed(row(None, up))
+
+
+def test_a_run_with_other_settings_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablations, "RESULTS", tmp_path)
+    lines = [dict(task="chain", variant="grpo", seed=s, settings="new" if s else "old") for s in (0, 1)]
+    (tmp_path / "ablations.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    keys = {("chain", "grpo", seed): "new" for seed in (0, 1)}
+    assert set(ablations.read_runs(keys)["chain", "grpo"]) == {1}
+
+
+def test_every_variant_is_a_config_and_every_claim_has_its_variants():
+    variants, seen = ablations.matrix(), set()
+    for task in ablations.TASKS:
+        for name, variant in variants.items():
+            cfg = ablations.config_of(task, variant, 0, "base")
+            key = ablations.key_of(cfg, variant)
+            assert key == ablations.key_of(ablations.config_of(task, variant, 0, "elsewhere"), variant)
+            assert (task, key) not in seen, name  # no run is made twice under two names
+            seen.add((task, key))
+    assert all({c.variant, c.reference} <= set(ablations.CORE) for c in ablations.CLAIMS)
+
+
+# --- the wrong estimators, and a fork's function
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """What the patches change is put back after the test."""
+    for module, name in [*ablations.HOOKS.values(), (train, "counts"), (train, "policy_pack_loss"),
+                         (train, "add_group_advantages"), (train, "rollout")]:
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+def gradient():
+    """Of GRPO's loss for a pack of two segments, at the old policy."""
+    logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
+    mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
+    loss, _ = grpo.policy_loss(logp, logp.detach(), advantages, mask, segment, mask / 4)
+    return torch.autograd.grad(loss, logp)[0]
+
+
+def test_without_the_stop_gradient_nothing_is_learned(restored):
+    assert gradient().abs().sum() > 0
+    ablations.no_stop_gradient(ablations.REFERENCE)
+    assert gradient().abs().sum() == 0
+
+
+def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
+    file = tmp_path / "my.py"
+    file.write_text("def advantage(rewards, kind):\n    return rewards - 7\n")
+    reference, fork = ablations.varied(f"{file}:advantage").values()
+    assert reference.patch is None and fork.reference == "grpo"
+    fork.patch(ablations.REFERENCE, **fork.args)
+    assert grpo.group_advantages(torch.tensor([[8.0]]), "group_mean_std").item() == 1
+    for spec in (f"{file}:other", f"{tmp_path}/none.py:advantage"):
+        with pytest.raises(UserError):
+            ablations.varied(spec)
+    assert ablations.varied(f"{file}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
