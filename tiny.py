@@ -131,7 +131,7 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """A number from four others: `2,3,4,8>22=`, tries, and `((8-3)*4)+2`. numbers: a solution's four numbers
+    """A number from four others: `8,3,4,2>22=`, tries, and `((8-3)*4)+2`. numbers: a solution's four numbers
     and three signs, from left to right. With `slip` other tries come first; the last may be the answer."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
@@ -139,7 +139,7 @@ def countdown(numbers, rng, slip):
     if not tries or rng.random() > slip:
         tries.append(numbers)
     a, b, c, d, first, second, third = tries[-1]
-    problem = ",".join(map(str, sorted(numbers[:4]))) + f">{worked(numbers)[1]}="
+    problem = ",".join(map(str, numbers[:4])) + f">{worked(numbers)[1]}="
     return problem, ";".join(worked(t)[0] for t in tries), f"(({a}{first}{b}){second}{c}){third}{d}"
 
 
@@ -156,9 +156,9 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng, four=()) -> tuple:
-    """Four numbers and three signs with a result; `four`: which numbers, in any order."""
+    """Four numbers and three signs with a result; `four`: which numbers."""
     while True:
-        chosen = rng.sample(four, 4) if four else [rng.randint(1, 9) for _ in range(4)]
+        chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
         result = worked(numbers)[1]
         if result is not None and (four or result >= 10):  # all targets have two digits

@@ -1,20 +1,25 @@
 """bench/ablations.py and the tasks of tiny.py: problems are right, base models slip, intervals cover the
 truth, wrong estimators are wrong."""
 
+import dataclasses
 import json
 import random
 import re
 from statistics import fmean
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
+import engine_torch
 import grpo
 import ppo
 import tiny as demo
 import train
 from bench import ablations
 from configs import UserError
+from data import Sample
 
 
 @pytest.mark.parametrize("task", demo.TASKS)
@@ -27,7 +32,7 @@ def test_a_worked_solution_is_right_in_each_of_its_steps(task):
             assert demo.reaches(f"<answer>\\boxed{{{answer}}}</answer>", answer, "") == 1
             target, reached = int(problem[:-1].split(">")[1]), int(thought.rpartition("=")[2])
             assert eval(answer) == target == reached
-            assert sorted(re.findall(r"\d", answer)) == problem.split(">")[0].split(",")
+            assert re.findall(r"\d", answer) == problem.split(">")[0].split(",")
         else:
             assert eval(problem[:-1]) == int(answer)
         for a, b in zip(thought.split("="), thought.split("=")[1:], strict=False):
@@ -169,3 +174,49 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
         with pytest.raises(UserError):
             ablations.varied(spec)
     assert ablations.varied(f"{file}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
+
+
+def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
+    """Of five steps, and the evaluation after them. The noise moves log-probs of what was sampled."""
+    loaded, logits = [], torch.zeros(1000, 4)
+
+    def take(self, weights):
+        loaded.append(dict(weights)["w"])
+
+    monkeypatch.setattr(engine_torch.TorchEngine, "load", take)
+    monkeypatch.setattr(engine_torch, "sample_token", engine_torch.sample_token)
+    ablations.engine_gap(dataclasses.replace(ablations.REFERENCE, steps=5), stale=2, nats=0.3)
+    spread = []
+    for step in range(6):
+        engine_torch.TorchEngine.load(None, iter([("w", torch.tensor(step))]))
+        spread.append(engine_torch.sample_token(logits, torch.rand(1000), 1.0)[1].std().item())
+    assert [x.item() for x in loaded] == [0, 0, 0, 1, 2, 5]
+    assert min(spread[:5]) > 0.15 and spread[5] < 1e-5
+
+
+def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
+    """The gradient of packs with 4 and 12 tokens: each token counts 1/16, or 1/8 and 1/24."""
+    class Packs(NamedTuple):
+        loss_tokens: range
+        responses: int
+
+    packs = [Packs(range(4), 2), Packs(range(12), 2)]
+    monkeypatch.setattr(train, "counts", lambda packs: (16, 4))
+    monkeypatch.setattr(train, "policy_pack_loss", lambda model, p, tokens, *rest: 1 / tokens)
+    ablations.pack_mean(ablations.REFERENCE)
+    tokens, responses = train.counts(packs)
+    found = [train.policy_pack_loss(None, p, tokens, responses, None, None) for p in packs]
+    assert found == [1 / 8, 1 / 24]
+
+
+def test_a_flipped_sign_and_wrong_grades_turn_what_they_say(restored, monkeypatch):
+    sample = Sample(0, 0, (1,), np.array([1]), np.array([0.0]), True, "", 0)
+    many = [dataclasses.replace(sample, prompt_id=i, reward=1.0) for i in range(2000)]
+    monkeypatch.setattr(train, "rollout", lambda: many)
+    ablations.wrong_grades(ablations.REFERENCE, share=0.1)
+    assert 0.08 < fmean(s.reward == 0 for s in train.rollout()) < 0.12
+    group = [dataclasses.replace(sample, sample_id=i, reward=float(i == 0)) for i in range(8)]
+    right = [s.advantage for s in train.add_group_advantages(group, ablations.REFERENCE)]
+    ablations.flip_sign(ablations.REFERENCE)
+    flipped = [s.advantage for s in train.add_group_advantages(group, ablations.REFERENCE)]
+    assert right[0] > 0 and flipped == [-a for a in right]
