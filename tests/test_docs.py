@@ -43,6 +43,7 @@ CANNOT = {
     "make rehearse": "takes 33 processes and minutes",
     "make chaos": "takes twenty runs",
     "python bench/chaos.py": "takes twenty runs or more",
+    "python bench/ablations.py": "takes hours; test_ablations.py checks its parts",
     "make bench": "takes half an hour, and nothing else may run",
     "pip install": "needs a network; the file that it names is looked up below",
     "ruff check": "make test runs it",
@@ -57,7 +58,7 @@ CANNOT = {
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words of NCCL, an id of the Hub
-YOURS = {"my_reward.py", "calculator.py", "FILE.py", "mine.jsonl"}  # files that the user writes
+YOURS = {"my_reward.py", "my.py", "calculator.py", "FILE.py", "mine.jsonl"}  # files that the user writes
 
 
 def commands() -> list[str]:
