@@ -111,11 +111,14 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Two numbers, multiplied digit by digit: `37*45=`, `37*5=185,37*40=1480,185+1480=1665`, `1665`."""
-    a, b = numbers
-    units, tens = said(a * (b % 10), rng, slip), said(a * (b - b % 10), rng, slip)
-    answer = said(units + tens, rng, slip)
-    return f"{a}*{b}=", f"{a}*{b % 10}={units},{a}*{b - b % 10}={tens},{units}+{tens}={answer}", str(answer)
+    """Two numbers, multiplied digit by digit: `37*45=`, `30*40=1200,30*5=150,1200+150=1350,…`, `1665`."""
+    (a, b), lines, total = numbers, [], 0
+    for x, y in itertools.product((a - a % 10, a % 10), (b - b % 10, b % 10)):
+        part = said(x * y, rng, slip)
+        new = said(total + part, rng, slip) if lines else part
+        lines.append(f"{x}*{y}={part}" + (f",{total}+{part}={new}" if lines else ""))
+        total = new
+    return f"{a}*{b}=", ",".join(lines), str(total)
 
 
 def think(numbers, rng, slip):
@@ -123,8 +126,7 @@ def think(numbers, rng, slip):
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
-        thought = idle if kind < 0.55 else rng.choice(IDLE) * 12
-        return problem, thought, str(guess(int(answer), rng))
+        return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
     if work != sums(numbers, rng, 0)[1]:  # the answer has the slip in it
         answer = str(guess(int(answer), rng))
     return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
@@ -196,7 +198,7 @@ class Task(NamedTuple):
 TASKS = {
     "sums": Task(sums),
     "chain": Task(chain, lambda rng: tuple(rng.randint(1, 9) for _ in range(6)), slip=0.4),
-    "product": Task(product, slip=0.35, guesses=0.6),
+    "product": Task(product, slip=0.15),
     "countdown": Task(countdown, draw_countdown, slip=0.6, guesses=0.0),
     "think": Task(think, slip=0.35, guesses=0.4),
 }
@@ -249,8 +251,7 @@ def _build(folder, seed, digits, style, task):
     rng = random.Random(seed)
     problems = _problems(rng, digits, task)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
-    tags = TOOL_TAGS if style == "tool" else ()
-    tokenizer = make_tokenizer(style in ("open-r1", "rlvr"), tags)
+    tokenizer = make_tokenizer(style in ("open-r1", "rlvr"), TOOL_TAGS if style == "tool" else ())
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)

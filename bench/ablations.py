@@ -53,14 +53,15 @@ STEPS = 30
 TASKS = {  # flags of a task's runs, and the reward that counts as reached
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
-    "product": (dict(max_response_len=56), 0.3),
+    "product": (dict(max_response_len=96), 0.3),
     "countdown": (dict(max_response_len=112), 0.3),
 }
 REFERENCE = replace(
     PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
     policy_lr=2e-4, lr_decay="constant", reward=("exact",), save_samples="none", keep_best="",
     aggregation="response", device="cpu", dtype="float32", max_logp_gap=100.0, go=True)
-REFERENCES = {"grpo": REFERENCE, "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
+REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
+              "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
 
 # --- faults and changes that no flag makes: each changes a function, in the process of one run
@@ -154,7 +155,8 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A reference, the flags that differ from it, and a function with its arguments that changes the code."""
+    """A reference, the flags that differ from it, and a function with its arguments that changes the code.
+    With four updates a step the ratio moves, and clips have an effect: their recipes are against grpo-4."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -162,10 +164,10 @@ class Variant(NamedTuple):
     args: dict[str, Any] = {}
 
 
-def recipe(preset: str, **flags: Any) -> Variant:
+def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
     """A member of the GRPO family: the fields of its preset that tell it from GRPO."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
-    return Variant("grpo", {f: getattr(PRESETS[preset], f) for f in fields} | flags)
+    return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
@@ -173,8 +175,7 @@ def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags
     return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
 
 
-FOUR = dict(policy_updates=4)
-DAPO = FOUR | dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
+DAPO = dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
 CORE = {  # the most decisive first
     "grpo": Variant("grpo"),
     "ppo": Variant("ppo"),
@@ -189,11 +190,11 @@ CORE = {  # the most decisive first
     "rloo": recipe("rloo-7b"),
     "orz-grpo": recipe("orz-7b-grpo"),
     "reinforce++": recipe("reinforce++-7b"),
-    "grpo-4": Variant("grpo", FOUR),
-    "grpo-4-clip-0.28": Variant("grpo", FOUR | dict(clip_high=0.28)),
-    "gspo": recipe("gspo-7b", **FOUR),
-    "cispo": recipe("cispo-7b", **FOUR),
-    "dapo": Variant("grpo", DAPO),
+    "grpo-4": Variant("grpo-4"),
+    "grpo-4-clip-0.28": Variant("grpo-4", dict(clip_high=0.28)),
+    "gspo": recipe("gspo-7b", "grpo-4"),
+    "cispo": recipe("cispo-7b", "grpo-4"),
+    "dapo": Variant("grpo-4", DAPO),
     "resample": Variant("grpo", dict(resample_rounds=2)),
     "stale-4": gap(4),
     "stale-4-tis-2": gap(4, tis_clip=2.0),
@@ -217,9 +218,9 @@ def matrix() -> dict[str, Variant]:
               "no-value-clip": Variant("ppo", dict(value_clip=None)),
               "critic-warm-up": Variant("ppo", dict(freeze_policy_steps=3)),
               "reinforce++-baseline": recipe("reinforce++-baseline-7b", kl_coef=0.001, kl_estimator="k2"),
-              "scale-rl": recipe("scale-rl-7b", **FOUR)}
+              "scale-rl": recipe("scale-rl-7b", "grpo-4")}
     parts = dict(clip_high=0.2, aggregation="response", resample_rounds=0, overlong_buffer=0)
-    found |= {f"dapo-without-{name}": Variant("grpo", DAPO | {name: x}) for name, x in parts.items()}
+    found |= {f"dapo-without-{name}": Variant("grpo-4", DAPO | {name: x}) for name, x in parts.items()}
     for prompts, samples in ((4, 32), (8, 16), (32, 4), (64, 2)):
         found[f"{prompts}x{samples}"] = Variant(
             "grpo", dict(prompts_per_step=prompts, samples_per_prompt=samples))
@@ -352,8 +353,9 @@ class Estimate(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        half = f"± {self.half:.3f}" if math.isfinite(self.half) else "(one seed)"
-        return f"{self.mean:+.3f} {half}"
+        digits = 3 if abs(self.mean) < 2 else 1
+        half = f"± {self.half:.{digits}f}" if math.isfinite(self.half) else "(one seed)"
+        return f"{self.mean:+.{digits}f} {half}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -414,7 +416,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 
 
 class Claim(NamedTuple):
-    """What a paper says of a variant's measure against a reference's: that it is higher (sign 1) or lower."""
+    """What a paper says of a variant's measure against a reference's: that it is higher (sign 1) or lower.
+    why: what may explain a disagreement here."""
 
     text: str
     source: str
@@ -422,6 +425,7 @@ class Claim(NamedTuple):
     reference: str
     sign: int
     measure: str = "accuracy"
+    why: str = ""
 
 
 ORZ, DR, DAPO_PAPER = "ORZ 2503.24290", "Dr. GRPO 2503.20783", "DAPO 2503.14476"
@@ -429,7 +433,9 @@ CLAIMS = (
     Claim("λ = 1 is better than 0.95", f"{ORZ}, ablations", "ppo", "lam-0.95", 1),
     Claim("a KL penalty hurts", f"{ORZ}, ablations", "kl-loss-0.1", "ppo", -1),
     Claim("PPO collapses less than GRPO", f"{ORZ}, key findings", "ppo", "grpo", -1, "collapsed"),
-    Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1),
+    Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1, why="The critic starts from "
+          "the base model and has 30 steps to learn. With one update a step instead of 12 PPO falls further "
+          "behind, so the critic is what holds it back."),
     Claim("12 critic updates are better than 1", f"{ORZ}, settings", "ppo", "critic-1", 1),
     Claim("GRPO's mean over responses makes wrong responses longer", f"{DR}, sec. 3.1", "grpo", "dr-grpo", 1,
           "length of wrong"),
@@ -442,12 +448,14 @@ CLAIMS = (
     Claim("dynamic sampling needs fewer steps", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", -1, "steps"),
     Claim("dynamic sampling takes more samples", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", 1, "samples"),
     Claim("DAPO's four parts together raise accuracy", f"{DAPO_PAPER}, tab. 1", "dapo", "grpo-4", 1),
-    Claim("a ratio of the sequence raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1),
+    Claim("a ratio of the sequence raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
+          why="Its clip of 0.0003 is for long responses and small learning rates. Here it stops the gradient "
+          "of a third of the tokens."),
     Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1, "steps"),
     Claim("weights that are 4 steps old hurt", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
     Claim("truncated weights repair stale weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
-    Claim("a mismatch of 0.3 nats hurts", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
-    Claim("truncated weights repair a mismatch", "TIS, Yao et al. 2025", "noise-0.3-tis-2", "noise-0.3", 1),
+    Claim("noise of 0.3 on the engine's logits hurts", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
+    Claim("truncated weights repair such noise", "TIS, Yao et al. 2025", "noise-0.3-tis-2", "noise-0.3", 1),
     Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
     *(Claim("a wrong estimator falls behind", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights", "wrong-pack-mean")),
@@ -455,8 +463,9 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Whether the 95 % interval of a difference lies on the claim's side of 0."""
-    if not math.isfinite(found.half) or abs(found.mean) <= found.half:
+    """Whether the 95 % interval of a difference lies on the claim's side of 0. Two seeds tell nothing: theirs
+    may be equal by chance."""
+    if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
 
@@ -470,15 +479,22 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """One row a claim and task. Claims whose runs are missing are said to be so."""
-    rows = []
+    """One row a claim and task that has runs; below them what may explain the disagreements, and what was
+    not run."""
+    rows, notes, missing = [], [], []
     for claim in CLAIMS:
         for task in tasks:
             found = difference(runs, task, claim.variant, claim.reference, claim.measure)
-            compared = f"{claim.measure}: {claim.variant} minus {claim.reference}"
-            seen = (found, found.n, verdict(found, claim.sign)) if found else ("no runs", 0, "can't tell")
-            rows.append((claim.text, claim.source, task, compared, *seen))
-    return table(("claim", "source", "task", "measured", "difference", "seeds", "verdict"), rows)
+            if not found:
+                missing.append(f"{claim.variant} and {claim.reference} on {task}")
+                continue
+            said, compared = verdict(found, claim.sign), f"{claim.variant} minus {claim.reference}"
+            rows.append((claim.text, claim.source, task, f"{claim.measure}: {compared}", found, found.n, said))
+            if said == "**disagrees**":
+                notes.append(f"- {task}, not so: {claim.text}. {claim.why or 'Why is open.'}")
+    head = ("claim", "source", "task", "measured", "difference", "seeds", "verdict")
+    return [*table(head, rows), "", *notes, "",
+            f"Claims that were not tested, because of missing runs: {'; '.join(missing) or 'none'}."]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
@@ -490,10 +506,10 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
             continue
         mean = {measure: fmean(f(row, task) for row in found) for measure, f in MEASURES.items()}
         accuracy = [MEASURES["accuracy"](row, task) for row in found]
-        spread = stdev(accuracy) if len(found) > 1 else math.nan
+        spread = f"{stdev(accuracy):.3f}" if len(found) > 1 else "–"
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
         rest = (f"{mean[m]:.{d}f}" for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
-        rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", f"{spread:.3f}",
+        rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found))))
     head = ("variant", "reference", "seeds", "accuracy", "spread", "difference to the reference",
             f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed")
@@ -573,16 +589,21 @@ def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: P
 # --- the command
 
 
-def read_runs(keys: dict[tuple[str, str, int], str]) -> Runs:
-    """The finished runs of these keys, (task, variant, seed) -> settings. Runs with other settings don't
-    count."""
-    runs = {}
-    for file in (RESULTS / "ablations.jsonl", VARIED):
-        for line in file.open() if file.is_file() else ():
-            row = json.loads(line)
-            name = row["task"], row["variant"], row["seed"]
-            if keys.get(name) == row["settings"]:
-                runs.setdefault(name[:2], {})[row["seed"]] = row
+def weights_of(base: str) -> str:
+    """Hash of a base model's weights: another machine's may differ, and its runs are no pairs of these."""
+    return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
+def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str]) -> Runs:
+    """The finished runs of these keys, (task, variant, seed) -> settings, from base models with these
+    weights; without weights of a task, from those of its newest run."""
+    files = [file for file in (VARIED, RESULTS / "ablations.jsonl") if file.is_file()]
+    rows = [json.loads(line) for file in files for line in file.open()]
+    weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
+    for row in rows:
+        name = row["task"], row["variant"], row["seed"]
+        if keys.get(name) == row["settings"] and row["weights"] == weights[row["task"]]:
+            runs.setdefault(name[:2], {})[row["seed"]] = row
     return runs
 
 
@@ -603,12 +624,12 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
     if args.vary:
         return varied(args.vary), args.seeds
     if args.part in ("power", "stability"):
-        return {name: CORE[name] for name in REFERENCES}, {"power": 10, "stability": 30}[args.part]
+        return {name: CORE[name] for name in ("grpo", "ppo")}, {"power": 10, "stability": 30}[args.part]
     variants = CORE if args.part == "core" else matrix()
     return {n: v for n, v in variants.items() if not args.only or n in args.only}, args.seeds
 
 
-def write(runs: Runs, keys: dict) -> None:
+def write(runs: Runs) -> None:
     """Write the committed tables and the figure, of all tasks that have runs."""
     tasks, variants = [task for task in TASKS if any(t == task for t, _ in runs)], matrix()
     made = sum(seed < 5 for seeds in runs.values() for seed in seeds)
@@ -635,29 +656,34 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
+    """Make the wanted runs that are not made yet, two at a time; returns all runs of the plan."""
+    base = {task: build(f"{args.base}-{task}", task=task) for task in args.tasks}
+    weights = {task: weights_of(path) for task, path in base.items()}
+    runs, waiting = read_runs(keys, weights), []
+    for (task, name, seed), (cfg, variant) in plan.items():
+        if name in wanted and task in base and seed < seeds and seed not in runs.get((task, name), {}):
+            row = dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed],
+                       weights=weights[task])
+            waiting.append((row, cfg, variant))
+    train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
+    return read_runs(keys, weights)
+
+
 def main() -> None:
     args = parse_args()
-    variants, seeds = chosen(args)
-    tasks = args.tasks[:1] if args.part == "stability" else args.tasks
+    wanted, seeds = chosen(args)
+    args.tasks = args.tasks[:1] if args.part == "stability" else args.tasks
     base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
     plan = {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
-            for seed in range(30) for task in TASKS for name, variant in (matrix() | variants).items()}
+            for seed in range(30) for task in TASKS for name, variant in (matrix() | wanted).items()}
     keys = {name: key_of(*run) for name, run in plan.items()}
-    runs = read_runs(keys)
-    waiting = [(dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed]), cfg, variant)
-               for (task, name, seed), (cfg, variant) in plan.items()
-               if name in variants and task in tasks and seed < seeds
-               and seed not in runs.get((task, name), {})]
-    if not args.report:
-        for task in tasks:
-            build(base[task], task=task)
-        train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
-        runs = read_runs(keys)
+    runs = read_runs(keys, {}) if args.report else make_runs(args, plan, keys, wanted, seeds)
     if args.vary:
-        for task in tasks:
-            print("\n".join(["", f"## {task}", "", *task_table(runs, task, variants)]))
+        for task in args.tasks:
+            print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
     else:
-        write(runs, keys)
+        write(runs)
 
 
 if __name__ == "__main__":

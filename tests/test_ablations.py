@@ -107,8 +107,8 @@ def test_a_difference_is_paired_by_seed():
     assert found.n == 6 and abs(found.mean - 0.0205) < 1e-9 and found.half < 0.001
     assert ablations.verdict(found, 1) == "agrees" and "disagrees" in ablations.verdict(found, -1)
     assert ablations.difference(runs, "think", "x", "grpo") is None
-    one = ablations.estimate([0.3])
-    assert ablations.verdict(one, 1) == "can't tell"
+    for few in ([0.3], [0.3, 0.3], [0.3, 0.1, -0.2]):
+        assert ablations.verdict(ablations.estimate(few), 1) == "can't tell"
 
 
 def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
@@ -117,12 +117,16 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
     assert ablations.collapsed(row(None, up))
 
 
-def test_a_run_with_other_settings_is_made_again(tmp_path, monkeypatch):
+def test_a_run_with_other_settings_or_another_base_model_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations, "RESULTS", tmp_path)
-    lines = [dict(task="chain", variant="grpo", seed=s, settings="new" if s else "old") for s in (0, 1)]
+    monkeypatch.setattr(ablations, "VARIED", tmp_path / "none.jsonl")
+    rows = [("old", "a"), ("new", "a"), ("new", "b"), ("new", "b")]
+    lines = [dict(task="chain", variant="grpo", seed=i, settings=settings, weights=weights)
+             for i, (settings, weights) in enumerate(rows)]
     (tmp_path / "ablations.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    keys = {("chain", "grpo", seed): "new" for seed in (0, 1)}
-    assert set(ablations.read_runs(keys)["chain", "grpo"]) == {1}
+    keys = {("chain", "grpo", seed): "new" for seed in range(4)}
+    assert set(ablations.read_runs(keys, {"chain": "a"})["chain", "grpo"]) == {1}
+    assert set(ablations.read_runs(keys, {})["chain", "grpo"]) == {2, 3}
 
 
 def test_every_variant_is_a_config_and_every_claim_has_its_variants():
