@@ -488,8 +488,9 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             if not found:
                 missing.append(f"{claim.variant} and {claim.reference} on {task}")
                 continue
-            said, compared = verdict(found, claim.sign), f"{claim.variant} minus {claim.reference}"
-            rows.append((claim.text, claim.source, task, f"{claim.measure}: {compared}", found, found.n, said))
+            said = verdict(found, claim.sign)
+            compared = f"{claim.measure}: {claim.variant} minus {claim.reference}"
+            rows.append((claim.text, claim.source, task, compared, found, found.n, said))
             if said == "**disagrees**":
                 notes.append(f"- {task}, not so: {claim.text}. {claim.why or 'Why is open.'}")
     head = ("claim", "source", "task", "measured", "difference", "seeds", "verdict")
@@ -510,9 +511,9 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
         rest = (f"{mean[m]:.{d}f}" for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
-                     gap or "–", *rest, sum(map(collapsed, found))))
+                     gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
     head = ("variant", "reference", "seeds", "accuracy", "spread", "difference to the reference",
-            f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed")
+            f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed", "with alarms")
     return table(head, rows)
 
 
@@ -542,6 +543,7 @@ def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], plann
             for task in tasks}
     base = ", ".join(f"{task} {fmean(r['base'] for r in found if r['base'] is not None):.3f}"
                      for task, found in rows.items() if found)
+    seconds = fmean(r["cpu_seconds"] for found in rows.values() for r in found)
     lines = [
         "# Claims, tested on tasks for a laptop", "",
         f"`python bench/ablations.py` made this. {made} of the {planned} runs of `--part all --seeds 5` are "
@@ -550,8 +552,8 @@ def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], plann
         "held-out problems, two samples each at temperature 1, after the last step. ± is a 95 % interval; "
         "a difference is between runs of equal seeds. A task has one base model for all its runs; "
         "other base models may differ. One in 20 intervals misses 0 by chance. A run collapsed if its last "
-        "rewards are below half of its best.", "",
-        f"Accuracy of the base models: {base}.", "",
+        "rewards are below half of its best. Rewards, and the steps to one, count wrong grades as given.", "",
+        f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "", *claims_table(runs, tasks), "",
         "## Noise, and the seeds that show a difference of 2 points", "", *power_table(runs, tasks, variants)]
     for task in tasks:
@@ -560,7 +562,7 @@ def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], plann
 
 
 def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: Path) -> None:
-    """Plots the differences to the references with their intervals, one panel a task."""
+    """Plots the differences to the references, one panel a task; from three seeds on with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -574,15 +576,17 @@ def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: P
         for y, name in enumerate(names):
             gap = difference(runs, task, name, variants[name].reference)
             if gap:
-                half = gap.half if math.isfinite(gap.half) else 0.0
-                color = "C3" if half and abs(gap.mean) > half else "0.5"
-                axis.errorbar(gap.mean, y, xerr=half, fmt="o", ms=3, capsize=2, color=color)
+                color = "0.5" if verdict(gap, 1) == "can't tell" else "C3"
+                half = gap.half if gap.n > 2 else 0.0
+                axis.errorbar(gap.mean, y, xerr=half, fmt="o", ms=3, capsize=2, color=color,
+                              markerfacecolor=color if half else "white")
         axis.axvline(0, color="0.7", lw=1)
         axis.set_title(task, fontsize=10)
         axis.grid(alpha=0.3)
     axes[0][0].set_yticks(range(len(names)), names, fontsize=7)
     axes[0][0].invert_yaxis()
-    figure.supxlabel("accuracy minus the reference's; red: the 95 % interval leaves out 0", fontsize=9)
+    figure.supxlabel("accuracy minus the reference's; red: the 95 % interval leaves out 0; hollow: one or two "
+                     "seeds", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
