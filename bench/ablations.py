@@ -585,8 +585,8 @@ def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: P
         axis.grid(alpha=0.3)
     axes[0][0].set_yticks(range(len(names)), names, fontsize=7)
     axes[0][0].invert_yaxis()
-    figure.supxlabel("accuracy minus the reference's; red: the 95 % interval leaves out 0; hollow: one or two "
-                     "seeds", fontsize=9)
+    figure.supxlabel("accuracy minus the reference's; red: 95 % interval without 0; hollow: one or two seeds",
+                     fontsize=9)
     figure.savefig(path, dpi=110)
 
 
