@@ -111,14 +111,16 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Two numbers, multiplied digit by digit: `37*45=`, `30*40=1200,30*5=150,1200+150=1350,…`, `1665`."""
-    (a, b), lines, total = numbers, [], 0
-    for x, y in itertools.product((a - a % 10, a % 10), (b - b % 10, b % 10)):
-        part = said(x * y, rng, slip)
-        new = said(total + part, rng, slip) if lines else part
-        lines.append(f"{x}*{y}={part}" + (f",{total}+{part}={new}" if lines else ""))
-        total = new
-    return f"{a}*{b}=", ",".join(lines), str(total)
+    """Two numbers, multiplied by columns: `37*45=`, `7*5=35,7*4=28,3*5=15,28+15=43+3=46,3*4=12+4=16`, `1665`.
+    """
+    (a, b), (c, d) = (divmod(n, 10) for n in numbers)
+    units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
+    both = said(left + right, rng, slip)
+    tens = said(both + units // 10, rng, slip)
+    hundreds = said(top + tens // 10, rng, slip)
+    thought = (f"{b}*{d}={units},{b}*{c}={left},{a}*{d}={right},{left}+{right}={both}+{units // 10}={tens},"
+               f"{a}*{c}={top}+{tens // 10}={hundreds}")
+    return "{}*{}=".format(*numbers), thought, str(100 * hundreds + 10 * (tens % 10) + units % 10)
 
 
 def think(numbers, rng, slip):

@@ -53,7 +53,7 @@ STEPS = 30
 TASKS = {  # flags of a task's runs, and the reward that counts as reached
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
-    "product": (dict(max_response_len=96), 0.3),
+    "product": (dict(max_response_len=72), 0.3),
     "countdown": (dict(max_response_len=112), 0.3),
 }
 REFERENCE = replace(

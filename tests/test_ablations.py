@@ -168,12 +168,15 @@ def test_without_the_stop_gradient_nothing_is_learned(restored):
 
 
 def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
-    file = tmp_path / "my.py"
-    file.write_text("def advantage(rewards, kind):\n    return rewards - 7\n")
+    """The one of docs/forking.md: the group's median is the baseline."""
+    file, text = tmp_path / "my.py", (ablations.ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def advantage(" in block]
+    file.write_text(code)
     reference, fork = ablations.varied(f"{file}:advantage").values()
     assert reference.patch is None and fork.reference == "grpo"
     fork.patch(ablations.REFERENCE, **fork.args)
-    assert grpo.group_advantages(torch.tensor([[8.0]]), "group_mean_std").item() == 1
+    found = grpo.group_advantages(torch.tensor([[0.0, 1.0, 5.0]]), "group_mean_std")
+    assert found.tolist() == [[-1.0, 0.0, 4.0]]
     for spec in (f"{file}:other", f"{tmp_path}/none.py:advantage"):
         with pytest.raises(UserError):
             ablations.varied(spec)
