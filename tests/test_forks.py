@@ -107,10 +107,10 @@ def fork(folder: Path, edits) -> str:
 
 def test_the_documented_code_is_tested():
     """Every line of Python in docs/forking.md is a line of an edit above, except a shortened signature. The
-    environment runs in test_turns.py."""
+    environment runs in test_turns.py, the advantage of --vary in test_ablations.py."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     documented = [line.strip() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-                  if "def respond(" not in block
+                  if "def respond(" not in block and "def advantage(" not in block
                   for line in block.splitlines() if line.strip() not in ("", "...")]
     tested = {line.strip() for edits in TESTED for _, _, new in edits for line in new.splitlines()}
     untested = [line for line in documented if line not in tested]
