@@ -252,21 +252,25 @@ def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Hash of what decides a run: its settings, and the change of the code. The paths don't count."""
-    settings = asdict(cfg) | {"model": VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
+    """Hash of what decides a run: the settings that are not defaults, and the change of the code. The paths
+    don't count, and a setting that is new in configs.py changes nothing."""
+    default = asdict(Config())
+    settings = {name: value for name, value in asdict(cfg).items() if value != default[name]}
+    settings |= {"model": VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
     change = (variant.patch.__name__ if variant.patch else "", variant.args)
-    return hashlib.sha256(json.dumps([settings, change], default=str).encode()).hexdigest()[:12]
+    text = json.dumps([settings, change], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def train_one(cfg: Config, variant: Variant, file: str) -> None:
-    """One run in a process of its own. Its figures go to `file`, its output to the run's folder."""
+    """One run in a process of its own. Its figures go to `file`, its output to a file beside it."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
         cfg = replace(cfg, out=f"{folder}/run")
-        log = open(f"{folder}/log.txt", "w")
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        log = os.open(f"{file}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         if variant.patch:
             variant.patch(cfg, **variant.args)
         error, right, sampled = "", train.rollout, []
@@ -330,7 +334,7 @@ def keep(name: dict, file: Path, exitcode: int, results: Path) -> str:
     """Add a run's figures to the results. Returns what to say of it."""
     said = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
-        return f"{said}: exit {exitcode}, no result"
+        return f"{said}: exit {exitcode}, no result\n{Path(f'{file}.log').read_text()[-2000:]}"
     row = name | json.loads(file.read_text())
     with results.open("a") as lines:
         lines.write(json.dumps(row) + "\n")
@@ -366,8 +370,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def last(values: Sequence[float], n: int = 5) -> float:
-    """Mean of the last n values."""
-    return fmean(values[-n:])
+    """Mean of the last n values; not a number for a run without a step."""
+    return fmean(values[-n:]) if values else math.nan
 
 
 def collapsed(row: dict) -> bool:
@@ -434,7 +438,7 @@ CLAIMS = (
     Claim("a KL penalty hurts", f"{ORZ}, ablations", "kl-loss-0.1", "ppo", -1),
     Claim("PPO collapses less than GRPO", f"{ORZ}, key findings", "ppo", "grpo", -1, "collapsed"),
     Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1, why="The critic starts from "
-          "the base model and has 30 steps to learn; ORZ's has hundreds. critic-1 and critic-4 look at that."),
+          "the base model and has 30 steps to learn; ORZ's has hundreds. critic-1 and critic-4 test that."),
     Claim("12 critic updates are better than 1", f"{ORZ}, settings", "ppo", "critic-1", 1),
     Claim("GRPO's mean over responses makes wrong responses longer", f"{DR}, sec. 3.1", "grpo", "dr-grpo", 1,
           "length of wrong"),

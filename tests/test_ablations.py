@@ -136,6 +136,7 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
             cfg = ablations.config_of(task, variant, 0, "base")
             key = ablations.key_of(cfg, variant)
             assert key == ablations.key_of(ablations.config_of(task, variant, 0, "elsewhere"), variant)
+            assert key != ablations.key_of(dataclasses.replace(cfg, policy_lr=1e-5), variant)
             assert (task, key) not in seen, name  # no run is made twice under two names
             seen.add((task, key))
     assert all({c.variant, c.reference} <= set(ablations.CORE) for c in ablations.CLAIMS)
