@@ -1,0 +1,207 @@
+"""Runs train.py's `main` with the real vLLM on a CUDA device that computes nothing: PPO, then GRPO.
+
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python bench/nullgpu/run.py [--layers 24] [--work DIR]
+
+NULLGPU: see trainer.py here. The model has the shape of Qwen2.5-0.5B, or fewer of its layers. Each algorithm
+runs twice, in processes of their own: two steps with a save after each and an export, then the same command
+with two more steps, which resumes. All tokens that the engine samples are 0, and all losses are 0.
+
+Prints one JSON line a phase of the loop, of the only rank:
+    held_gib       what the driver has given when the phase ends
+    expected_gib   what it should be then: a process's own memory and a sleeping engine, nothing of the
+                   trainer's; or the share of an engine that is awake
+    peak_gib       the most that the driver gave in the phase
+    plan_gib       the plan's largest total for the phase; 0 where it has none
+    h2d, d2h       copies from host to device and back, and their GiB
+    pinned_gib     host memory that was pinned in the phase
+    waits          times that the host waits for the device
+
+"before eval" is the wake with its sync of weights, "before wait" the engine's falling asleep.
+
+Exits with 1 if a run fails or if `held_gib` passes `expected_gib` by 0.3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import nullgpu
+import torch
+
+import checks
+import ckpt
+import configs
+import dist
+import plan
+from bench.shape import build
+
+GIB = 2**30
+PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
+TOLERANCE = 0.3  # GiB: cuBLAS workspaces, the packs and metrics of the step
+# Short enough for two cores, long enough for packs of the preset's own length.
+FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
+    --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
+    --no-selfcheck --go --engine vllm""".split()
+
+
+def say(row: dict) -> None:
+    print(json.dumps(row), flush=True)
+
+
+# --- one process: `main` with its phases measured
+
+
+class Phases:
+    """dist.phase that also prints what each phase took, and what happened before it."""
+
+    def __init__(self, cfg: configs.Config, phase: Callable) -> None:
+        self.cfg, self.phase = cfg, phase
+        self.own = float(os.environ.get("NULLGPU_OWN_GIB", "0.55"))
+        self.awake = cfg.engine_share * nullgpu.counters()["capacity_gib"]
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.tell(f"before {name}")
+        with self.phase(name):
+            yield
+        self.tell(name)
+
+    def tell(self, name: str) -> None:
+        """Print a phase's row and begin the next one."""
+        seen = nullgpu.counters()
+        asleep = self.own + plan.SLEEPING_ENGINE / GIB
+        awake = name in ("rollout", "eval", "before eval", "before rollout")
+        memory = {"held": seen["used_gib"], "expected": self.awake if awake else asleep,
+                  "peak": seen["peak_gib"], "plan": planned(self.cfg).get(name, 0.0)}
+        row = {f"{k}_gib": round(x, 2) for k, x in memory.items()}
+        for way in ("h2d", "d2h"):
+            row[way], row[f"{way}_gib"] = seen[way], round(seen[f"{way}_bytes"] / GIB, 2)
+        row["pinned_gib"] = round(seen["pinned_bytes"] / GIB, 2)
+        row["waits"] = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event"))
+        say({"phase": name, **row, "launches": seen["launch"], "out_of_memory": seen["oom"]})
+        nullgpu.reset()
+
+
+def planned(cfg: configs.Config) -> dict[str, float]:
+    """The plan's largest total by phase, in GiB."""
+    gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
+    totals = {}
+    for name, usage in plan.memory(plan.Case(cfg, 1, checks.model_shapes(cfg), gpu)):
+        totals[name] = max(totals.get(name, 0.0), round(usage["total"] / GIB, 2))
+    return totals
+
+
+def sampled_counts() -> None:
+    """The device says how many tokens a decode step sampled. It says 0, and no response would end: so 1."""
+    import numpy as np
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    get = AsyncOutput.get_output
+
+    def get_output(self):
+        self.num_sampled_tokens_np = np.ones_like(self.num_sampled_tokens_np)
+        return get(self)
+
+    AsyncOutput.get_output = get_output
+
+
+def remember_packs(known: dict) -> None:
+    """Keep the host's copy of what decides sizes, when a pack moves to the device."""
+    import data
+
+    to = data.Pack.to
+
+    def moved(host, device):
+        pack = to(host, device)
+        for name in ("mask", "cu_seqlens"):
+            known[getattr(pack, name).data_ptr()] = getattr(host, name)
+        return pack
+
+    data.Pack.to = moved
+
+
+def no_nccl() -> None:
+    """Collectives of device tensors do nothing. Those of host tensors are gloo's, as always."""
+    import torch.distributed as td
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
+
+    init = td.init_process_group
+    td.init_process_group = lambda backend, **kwargs: init(backend.replace("nccl", "fake"), **kwargs)
+
+
+def one_process(argv: list[str]) -> None:
+    """`train.main` as the command line `argv` says."""
+    cfg = configs.parse(argv, "run.py")
+    dist.phase = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
+    from trainer import HOST, host_values
+
+    import engine_vllm
+    import train
+
+    no_nccl()
+    ckpt.is_finite = lambda x: True  # a large copy from the device leaves the host's memory as it was
+    host_values()
+    remember_packs(HOST)
+    load = engine_vllm.VLLMEngine.load
+
+    def load_and_tell(engine, weights):
+        sampled_counts()
+        return load(engine, weights)
+
+    engine_vllm.VLLMEngine.load = load_and_tell
+    train.main(cfg)
+    nullgpu.quit()
+
+
+# --- all of them
+
+
+def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
+    """A process up to `steps` steps. Prints its lines and returns whether it ended well."""
+    argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
+            "--steps", str(steps), *FLAGS]
+    say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})
+    done = subprocess.run([sys.executable, __file__, "--one", *argv], stdout=subprocess.PIPE, text=True)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    print(*rows, sep="\n", flush=True)
+    print(*(line for line in done.stdout.splitlines() if line not in rows), sep="\n", file=sys.stderr)
+    saved = sorted(p.parent.name for p in out.glob("ckpt/*/COMPLETE"))
+    exported = {p.name: sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in out.glob("export/*")}
+    say({"ended": done.returncode, "saved": saved, "exported_gib": {k: round(n / GIB, 2)
+                                                                   for k, n in exported.items()}})
+    held = [(row["held_gib"], row["expected_gib"]) for row in map(json.loads, rows)]
+    return done.returncode == 0 and all(found < needed + TOLERANCE for found, needed in held)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=24, help="of the 24 that the shape has")
+    parser.add_argument("--algo", nargs="*", default=["ppo", "grpo"], choices=PRESETS)
+    parser.add_argument("--work", help="a folder to keep; else a temporary one")
+    args = parser.parse_args()
+    work = Path(args.work or tempfile.mkdtemp())
+    say({"bench": "nullgpu-run", "torch": torch.__version__, "device": torch.cuda.get_device_name()})
+    model, good = build(str(work / "model"), "0.5b", layers=args.layers), True
+    for algo in args.algo:
+        good &= run(algo, 2, args, model, work / algo) and run(algo, 4, args, model, work / algo)
+        shutil.rmtree(work / algo / "ckpt", ignore_errors=True)
+    if not args.work:
+        shutil.rmtree(work)
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one_process(sys.argv[2:])
+    main()
