@@ -184,7 +184,7 @@ def on_device(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
 def _move(model, optimizer, device):
     model.to(device)
     for state in optimizer.state.values() if optimizer else ():
-        state.update({k: v.to(device) for k, v in state.items() if v.ndim})  # not AdamW's scalar step
+        state.update({k: v.to(device) for k, v in state.items()})
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from conftest import run_ranks
 from ranks import all_gradients, in_bf16, make_samples, meet, weights
 
+import dist
 from configs import PRESETS
 
 
@@ -96,3 +97,14 @@ def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
         assert run_ranks(2, meet, agent.port, late) == [(3, False)] * 2
+
+
+def test_all_of_an_optimizers_state_moves_with_its_model():
+    """A resumed optimizer has its step counts on the host, and the fused kernel wants them on the device."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    dist._move(model, optimizer, "meta")
+    moved = [x.device.type for state in optimizer.state.values() for x in state.values()]
+    assert moved == ["meta"] * 6
