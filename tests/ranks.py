@@ -116,6 +116,32 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     return first
 
 
+def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
+    """This rank's shards of a policy and of its optimizer's state after three updates: first with moves from
+    host to device and back around each of them and around a look at all weights, then without."""
+    world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
+    shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
+    results = []
+    for moves in (True, False):
+        policy = model.load_policy(path, "cpu", shard_fn)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+        for _ in range(3):
+            if moves:
+                dist.to_device(policy, None, "cpu")
+                assert all(x.isfinite().all() for _, x in dist.full_weights(policy))
+                dist.to_host(policy, None)
+                dist.to_device(policy, optimizer, "cpu")
+            model.logprobs(policy, p, 1.0)[0].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if moves:
+                dist.to_host(policy, optimizer)
+        tensors = ckpt.tensors_of(policy, optimizer)
+        results.append({name: (x.to_local() if isinstance(x, DTensor) else x).clone()
+                        for name, x in tensors.items()})
+    return results
+
+
 def resolved(name: str) -> str:
     """What model.resolve returns, or its error."""
     dist.init("cpu", "float32")

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import run_ranks
-from ranks import all_gradients, in_bf16, make_samples, meet, weights
+from ranks import all_gradients, in_bf16, make_samples, meet, updates_with_moves, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist
 from configs import PRESETS
@@ -99,12 +100,69 @@ def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
         assert run_ranks(2, meet, agent.port, late) == [(3, False)] * 2
 
 
+def stepped():
+    """A small model and its optimizer after one step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def state(optimizer):
+    """All tensors of an optimizer's state."""
+    return [x for of_param in optimizer.state.values() for x in of_param.values()]
+
+
 def test_all_of_an_optimizers_state_moves_with_its_model():
     """A resumed optimizer has its step counts on the host, and the fused kernel wants them on the device."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    dist._move(model, optimizer, "meta")
-    moved = [x.device.type for state in optimizer.state.values() for x in state.values()]
-    assert moved == ["meta"] * 6
+    model, optimizer = stepped()
+    dist.to_device(model, optimizer, "meta")
+    assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors that are not empty."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        return op(*args, **kwargs or {})
+
+
+def test_weights_and_optimizer_state_move_in_one_copy_each():
+    """Without an optimizer the weights do not change, and nothing is copied back."""
+    model, optimizer = stepped()
+    for _ in range(2):  # the first time the host's buffers are made
+        with Copies() as there:
+            dist.to_device(model, optimizer, "cpu")
+        with Copies() as back:
+            dist.to_host(model, optimizer)
+    with Copies() as there_alone:
+        dist.to_device(model, None, "cpu")
+    with Copies() as back_alone:
+        dist.to_host(model, None)
+    assert [x.count for x in (there, back, there_alone, back_alone)] == [2, 2, 1, 0]
+
+
+def test_weights_and_optimizer_state_rest_where_they_rested_before():
+    """Moves make no new memory on the host, which would be slow to pin."""
+    model, optimizer = stepped()
+    dist.to_device(model, optimizer, "cpu")
+    dist.to_host(model, optimizer)
+    rested = [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
+    dist.to_device(model, optimizer, "cpu")
+    assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
+    dist.to_host(model, optimizer)
+    assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])  # three do not divide the model's sizes: FSDP pads some shards
+def test_moves_between_host_and_device_change_no_update(tiny, ranks):
+    for moved, stayed in run_ranks(ranks, updates_with_moves, tiny):
+        assert moved.keys() == stayed.keys() and len(moved) > 50
+        for name in moved:
+            assert torch.equal(moved[name], stayed[name]), name
