@@ -17,7 +17,9 @@ Prints one JSON line a phase, of this rank:
     values           the critic's forward passes
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 
-    *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved
+    *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved,
+                     pinned: host memory that the phase pinned
+    h2d, d2h         copies from host to device and back
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
     index_add        launches of atomic additions. Their order is not fixed on a GPU, which matters where rows
                      of the index are repeated; those of attention's outputs are not
@@ -159,10 +161,12 @@ class Phases:
                   "stays": torch.cuda.memory_allocated() / GIB, "driver_peak": seen["peak_gib"]}
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
+        copies = {way: seen[way] for way in ("h2d", "d2h")}
         waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # not this one
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
-             "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels, "waits": waits,
+             **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
+             "waits": waits,
              "collectives": sum(n for k, n in calls.items() if not k.endswith("_bytes")),
              "out_of_memory": seen["oom"], "host_s": round(time.perf_counter() - self.start, 2)})
         self.begin()
@@ -215,6 +219,7 @@ def parse() -> tuple[argparse.Namespace, configs.Config]:
 def main() -> None:
     args, cfg = parse()
     os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
+    dist.exact_pinned_memory()
     torch.cuda.set_device(0)
     td.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
     nullgpu.collectives()
