@@ -565,7 +565,7 @@ def host_need(case: Case) -> float:
 def _host_and_disk(case):
     files = disk(case.cfg, **case.params)
     return f"""
-        host, state | {case.state * case.offloads} | bytes | a rank: models that wait on the host (--offload)
+        host, state | {case.state * case.offloads} | bytes | a rank: models that wait, pinned (--offload)
         host, checkpoint | {case.checkpoint} | bytes | a rank: the copy that is written
         host, libraries | {_libraries(case)} | bytes | a rank: torch, on a GPU also CUDA and vLLM
         host, machine | {host_need(case)} | bytes | \
