@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from conftest import make_model
 from ranks import make_samples
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.glm import modeling_glm
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
 
 import data
 import model
@@ -122,6 +127,54 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
         error, of_copies = ((y.double() - w).norm() / w.norm() for y in (x, alone))
         print(f"{float(error):.2e} {float(of_copies):.2e}")
         assert error <= 1.2 * of_copies
+
+
+def test_rotary_embeddings_and_their_gradients_are_llamas():
+    """In fp64, for queries and keys of another number of heads, as views that a projection gives."""
+    torch.manual_seed(0)
+    angles = torch.rand(1, 7, 4, dtype=torch.float64).repeat(1, 1, 2)  # two equal halves
+    cos, sin = angles.cos(), angles.sin()
+    results = []
+    for turn in (model.rotary, modeling_llama.apply_rotary_pos_emb):
+        torch.manual_seed(1)
+        q, k = (torch.randn(1, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2))
+        out = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        loss = sum((x * torch.randn_like(x)).sum() for x in out)
+        results.append([*out, *torch.autograd.grad(loss, (q, k))])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-15)
+
+
+def test_only_the_trainers_models_have_rotary_embeddings_of_their_own(tiny):
+    """vLLM may run transformers' classes beside the trainer, so these stay as they are. A family that turns
+    pairs of neighbours keeps its own function."""
+    attention = model.load_policy(tiny).model.layers[0].self_attn
+    assert attention.forward.func.__globals__["apply_rotary_pos_emb"] is model.rotary
+    original = modeling_qwen2.apply_rotary_pos_emb
+    assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is original
+    assert not model.turns_like_llama(modeling_glm.GlmAttention.forward)
+
+
+class Ops(TorchDispatchMode):
+    """Counts operations that start a kernel on a GPU: all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += not op.is_view and op is not torch.ops.aten.detach.default
+        return op(*args, **kwargs or {})
+
+
+def test_a_layer_takes_few_operations(tmp_path):
+    """Forward and backward. On a GPU each is a kernel or more, whose launch takes the host's time."""
+    counts = []
+    for layers in (1, 2):
+        policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
+        p = data.pack(make_samples(3))
+        with Ops() as ops:
+            model.logprobs(policy, p, 1.0)[0].sum().backward()
+        counts.append(ops.count)
+    assert counts[1] - counts[0] <= 115
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
