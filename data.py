@@ -148,9 +148,11 @@ class Pack:
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack on another device."""
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        """The same pack on another device. To a GPU it goes from pinned memory, so that nobody waits."""
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+        if torch.device(device).type == "cuda":
+            tensors = {k: v.pin_memory() for k, v in tensors.items()}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
 
 
 # --- problems
