@@ -180,7 +180,8 @@ def train(run: Run) -> bool:
         # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
         # that.
         if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-            with dist.phase("old_logp"), resident(policy, world, cfg):
+            # Without its optimizer, which stays on the host.
+            with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
                 minibatches = add_logp(minibatches, "old_logp", policy, cfg)
                 for p in sum(minibatches, []):
                     measure_gap(p.old_logp, p, cfg, meter)
