@@ -174,12 +174,12 @@ def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) 
     say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})
     done = subprocess.run([sys.executable, __file__, "--one", *argv], stdout=subprocess.PIPE, text=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    print(*rows, sep="\n", flush=True)
-    print(*(line for line in done.stdout.splitlines() if line not in rows), sep="\n", file=sys.stderr)
+    for line in done.stdout.splitlines():
+        print(line, file=sys.stdout if line in rows else sys.stderr, flush=True)
     saved = sorted(p.parent.name for p in out.glob("ckpt/*/COMPLETE"))
-    exported = {p.name: sum(f.stat().st_size for f in p.glob("*.safetensors")) for p in out.glob("export/*")}
-    say({"ended": done.returncode, "saved": saved, "exported_gib": {k: round(n / GIB, 2)
-                                                                   for k, n in exported.items()}})
+    exported = {p.name: round(sum(f.stat().st_size for f in p.glob("*.safetensors")) / GIB, 2)
+                for p in out.glob("export/*")}
+    say({"ended": done.returncode, "saved": saved, "exported_gib": exported})
     held = [(row["held_gib"], row["expected_gib"]) for row in map(json.loads, rows)]
     return done.returncode == 0 and all(found < needed + TOLERANCE for found, needed in held)
 
