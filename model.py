@@ -192,14 +192,12 @@ def turns_like_llama(forward: Callable) -> bool:
                == inspect.getsource(getattr(modeling_llama, name)) for name in names)
 
 
-def use_rotary(attention: nn.Module) -> None:
-    """Let one of Hugging Face's attention modules, not its class, call `rotary` instead of
-    apply_rotary_pos_emb."""
-    forward = type(attention).forward
-    if turns_like_llama(forward):
-        names = forward.__globals__ | {"apply_rotary_pos_emb": rotary}
-        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-        attention.forward = partial(own, attention)
+@cache
+def with_rotary(forward: Callable) -> Callable:
+    """An attention's `forward` that calls `rotary` instead of apply_rotary_pos_emb. One function for all
+    layers, with code of its own: torch.compile keeps what it compiled by the code."""
+    names = forward.__globals__ | {"apply_rotary_pos_emb": rotary}
+    return FunctionType(forward.__code__.replace(), names, forward.__name__, forward.__defaults__)
 
 
 # --- attention
@@ -444,8 +442,9 @@ class PackModel(nn.Module):
                 module.p = 0.0
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
-            if type(module).__name__.endswith("Attention"):
-                use_rotary(module)
+            forward = type(module).forward
+            if type(module).__name__.endswith("Attention") and turns_like_llama(forward):
+                module.forward = partial(with_rotary(forward), module)  # transformers' class stays as it is
 
     def tie(self) -> None:
         """Share tied parameters. Call it again after parameters were replaced."""

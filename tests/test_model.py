@@ -148,7 +148,8 @@ def test_rotary_embeddings_and_their_gradients_are_llamas():
 def test_only_the_trainers_models_have_rotary_embeddings_of_their_own(tiny):
     """vLLM may run transformers' classes beside the trainer, so these stay as they are. A family that turns
     pairs of neighbours keeps its own function."""
-    attention = model.load_policy(tiny).model.layers[0].self_attn
+    attention, other = (layer.self_attn for layer in model.load_policy(tiny).model.layers)
+    assert attention.forward.func is other.forward.func
     assert attention.forward.func.__globals__["apply_rotary_pos_emb"] is model.rotary
     original = modeling_qwen2.apply_rotary_pos_emb
     assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is original
