@@ -86,8 +86,10 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 def exact_pinned_memory() -> None:
     """Let torch pin as many bytes as it is asked for. By default it pins the next power of 2. Has an effect
     only before this process's first use of the GPU."""
-    options = os.environ.get("PYTORCH_ALLOC_CONF", "").split(",")
-    os.environ["PYTORCH_ALLOC_CONF"] = ",".join(filter(None, [*options, "pinned_max_round_threshold_mb:1"]))
+    option, old_name = "pinned_max_round_threshold_mb:1", "PYTORCH_CUDA_ALLOC_CONF"
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(old_name, "")  # as torch reads them
+    if option not in given:
+        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(filter(None, [given, option]))
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
