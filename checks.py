@@ -338,15 +338,21 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
             f"{nearest(cfg.keep_best, every)}", "--keep_best " + (", ".join(of_sets[:3]) or "reward"))
 
 
-def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
-    """Print the plan in short for the smallest device and host, and return all of it as a table for the
-    report. `problems`: prompts an epoch. Raises UserError, with a remedy, where the run doesn't fit."""
+def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
+    """The run to plan, the same on every rank: on the smallest device and host. `problems`: prompts an epoch,
+    of which memory does not depend."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
     gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    case = plan.Case(cfg, world.size, model_shapes(cfg), gpu, local=local, host=host, problems=problems)
+    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, local=local, host=host, problems=problems)
+
+
+def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
+    """Print the plan in short, and return all of it as a table for the report. `problems`: prompts an epoch.
+    Raises UserError, with a remedy, where the run doesn't fit."""
+    case = case_of(cfg, world, problems)
     say("\n".join(plan.summary(case)))
     shortage = plan.shortage(case)
     require(not shortage, shortage, shortage and plan.remedy(case))
