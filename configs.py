@@ -200,7 +200,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
-    checkpoint_activations: bool = True  # recompute each layer in the backward pass
+    recompute: str = "auto"  # layers run again in backward: none, layers (all), N (see plan.recomputed), auto
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
@@ -225,6 +225,8 @@ class Config:
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
                 f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
                 f"--pack_len {self.model_len}, or a smaller --max_prompt_len or --max_response_len")
+        require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
+                f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
         most, least = (f(self.policy_updates, self.critic_updates) for f in (max, min))
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
@@ -374,7 +376,7 @@ TINY = Config(
     template="plain", stop=("</answer>",), steps=24, eval_every=12, save_every=12, prompts_per_step=32,
     samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=4096, critic_updates=2,
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
-    checkpoint_activations=False, max_num_seqs=256)
+    recompute="none", max_num_seqs=256)
 
 PRESETS = {
     "tiny-ppo": TINY,
@@ -443,7 +445,7 @@ MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks checkpoint_activations offload pack_len selfcheck verbose go
+    device dtype shard_ranks recompute offload pack_len selfcheck verbose go
     save_samples save_logps track
 """.split())
 
@@ -506,7 +508,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
     given = [re.sub(r"^no_", "", word[2:].partition("=")[0].replace("-", "_"))
              for word in argv if re.match("--[a-zA-Z]", word)]
     for flag in given:
-        guess = nearest(f"--{flag}", [f"--{f}" for f in fields])
+        guess = REPLACED.get(flag) or nearest(f"--{flag}", [f"--{f}" for f in fields])
         require(flag in (*fields, "help"), f"no flag --{flag}{guess}", f"a flag that {prog} --help lists")
     layout = layout_of(argv)
     base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
@@ -598,6 +600,9 @@ def help_class() -> type:
     return dataclasses.make_dataclass("Config", [
         (name, Annotated[hint, tyro.conf.arg(help=texts[name])]) for name, hint in hints.items()])
 
+
+# Flags of earlier versions, and what to type instead.
+REPLACED = {"checkpoint_activations": " (now --recompute layers, and --recompute none without it)"}
 
 # Flags that only some algorithms read: the flags, whether they have an effect, what they need.
 EFFECTS = (

@@ -133,15 +133,15 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
 
 
-def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, checkpoint: bool = False) -> nn.Module:
+def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
+          recompute: int | None = None) -> nn.Module:
     """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; embedding, norm
     and head are the root's. Weights and reductions are fp32, compute and gathers `dtype`, gradients are
     summed.
 
-    `checkpoint`: recompute each layer in the backward pass. On one rank that computes in fp32 there is
-    nothing to shard or cast, so parameters stay plain tensors."""
-    if checkpoint:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    `recompute`: the first so many layers are recomputed in the backward pass (PackModel.recompute). On one
+    rank that computes in fp32 there is nothing to shard or cast, so parameters stay plain tensors."""
+    model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.llama import modeling_llama
 
@@ -449,6 +450,15 @@ class PackModel(nn.Module):
     def tie(self) -> None:
         """Share tied parameters. Call it again after parameters were replaced."""
 
+    def recompute(self, whole: int | None) -> None:
+        """Let the first `whole` layers keep their input alone for the backward pass, and the others also
+        their products and attention. The backward pass makes the rest again. None: layers keep all."""
+        for i, layer in enumerate(self.model.layers if whole is not None else ()):
+            keep = {} if i < whole else {"context_fn": keep_products}
+            # Inside FSDP's hooks, which gather the weights once for both. Nothing in a layer is random.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
+                                    preserve_rng_state=False, **keep)
+
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: packed_attention's
         arguments."""
@@ -483,6 +493,17 @@ class PackModel(nn.Module):
                 self.model._init_weights(module)
         wrong = [name for name, buffer in self.named_buffers() if not buffer.isfinite().all()]
         assert not wrong, f"{self.config.model_type} leaves buffers without values: {wrong}"
+
+
+def keep_products() -> tuple[Any, Any]:
+    """The contexts of `checkpoint` in which results of products and of attention are kept: they take nearly
+    all the FLOP of a layer, and half of the memory."""
+    import torch.nn.attention.varlen  # noqa: F401  registers its operator
+
+    aten, names = torch.ops.aten, ("flash_attention", "efficient_attention", "flash_attention_for_cpu")
+    attention = [getattr(aten, f"_scaled_dot_product_{name}").default for name in names]
+    return create_selective_checkpoint_contexts(
+        [aten.mm.default, aten.addmm.default, *attention, torch.ops.torch_attn._varlen_attn.default])
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import argparse
 import ast
 import json
 import textwrap
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import configs
@@ -24,12 +26,16 @@ GIB = 2**30
 STATE_BYTES = 12  # per parameter, stored and in a checkpoint: weight and AdamW's two moments, fp32
 CHUNKS_ALIVE = 3  # chunks alive at once, of CHUNK_BYTES each, while model.py makes log-probs
 SAMPLER_COPIES = 6  # an engine's sampler takes its fp32 logits so many times
-GPU_OVERHEAD = 1.5 * GIB  # per GPU, outside PyTorch's allocator: CUDA's context, NCCL's buffers
+CUDA_CONTEXT = 0.6 * GIB  # per GPU, outside PyTorch's allocator: context and kernels
+NCCL_BUFFERS = 0.9 * GIB  # per GPU, outside PyTorch's allocator
 ENGINE_BUFFERS = 1.5 * GIB  # vLLM's activations and CUDA graphs, without its sampler
 SLEEPING_ENGINE = 0.5 * GIB  # what vLLM keeps of a GPU at sleep level 2, without CUDA graphs; 0.48 for a 7B
 LIBRARIES = 5 * GIB  # host memory of one rank's libraries: torch, CUDA, vLLM
 DISCOUNT = 0.85  # discount on estimated terms: a run is refused only if this share of them doesn't fit
-ESTIMATED = ("gathered weights", "activations", "logits", "whole gradients", "AdamW's step")
+ESTIMATED = ("gathered weights", "gather buffers", "fragments", "activations", "logits",
+             "whole gradients", "AdamW's step")
+HOLES = 0.015  # between a pack's activations, as a share of them
+HEADROOM = 0.08  # share of a device that --recompute auto leaves free
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 33 to 39 % on H100s, 8B model
 BANDWIDTH = 0.6  # share of a datasheet's bandwidth that is reached
 NETWORK = 50e9  # bytes/s to other machines that each GPU adds: 400 Gb/s
@@ -214,7 +220,32 @@ class Case:
         width = max(policy.kv // cfg.tp, policy.q // policy.heads)
         self.kv_bytes = 2 * policy.layers * width * self.number
 
+    @cached_property
+    def recompute(self) -> dict[str, int | None]:
+        """By trained model, how many of its layers are recomputed: see `recomputed`."""
+        return {name: recomputed(self, name) for name in self.models}
 
+
+def recomputed(case: Case, name: str) -> int | None:
+    """How many layers of a model, the first ones, the backward pass recomputes in whole. The others keep
+    their products and attention, which are nearly all their FLOP, and recompute the rest. None: all layers
+    keep everything.
+
+    --recompute auto takes the first of None, 0, 1, …, all whose planned peak leaves the device HEADROOM."""
+    wanted, layers = case.cfg.recompute, case.models[name].layers
+    by_name = {"none": None, "layers": layers}
+    if wanted in by_name:
+        return by_name[wanted]
+    if wanted != "auto":
+        return min(int(wanted), layers)
+    limit = (1 - HEADROOM) * (case.gpu.memory if case.gpu else case.host / case.local or float("inf"))
+
+    def fits(whole):
+        return max(usage["total"] for usage in _update_instants(case, name, whole)) <= limit
+
+    choices = [None, *range(layers)]  # from the most memory to less: the first that fits
+    at = bisect_left(choices, True, key=fits)
+    return choices[at] if at < len(choices) else layers
 
 
 # --- memory of the device
@@ -222,11 +253,40 @@ class Case:
 Usage = dict[str, float]  # bytes of one rank's device at one instant, by item; on a CPU, of its memory
 
 
-def _update_instants(case, name):
+def _per_token(case, shape, whole):
+    """Bytes per token that all layers keep for the backward pass, and those that it makes again in the last
+    layer, which is the first that it reaches. `whole`: as `recomputed` returns it."""
+    d, b = shape.hidden, case.number
+    # Inputs of norms and products, of attention and of the gate's parts. Where segments share a prefix, the
+    # output of attention is there twice: as it is laid out, and of the unique tokens.
+    everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
+    # A layer's input, the results of its seven products and of attention, whose log-sums are fp32.
+    products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
+    if whole is None:
+        return shape.layers * everything, 0
+    again = everything if whole == shape.layers else everything - products
+    return whole * b * d + (shape.layers - whole) * products, again
+
+
+def _stream_buffers(case, shape, root, logits, kept):
+    """What torch's allocator keeps for FSDP's streams, each of which has memory of its own, and in holes.
+
+    The root is gathered first and the first layer beside it, in flat buffers with a copy of this rank's
+    shards. Gradients of a second pack are reduced beside those of the first. Holes are as large as a layer's
+    fp32 gradient and the chunks of logits, and lie between activations. bench/nullgpu/memory.py compares the
+    sum with what a driver counts."""
+    if not case.gpu:
+        return {}
+    gathers = case.shards > 1
+    return {"gather buffers": gathers * case.number * (root + shape.layer) * (1 + 1 / case.shards),
+            "fragments": 4 * shape.layer + 4 * root / case.shards + logits + HOLES * kept}
+
+
+def _update_instants(case, name, whole):
     """The instants when the update of a model, "policy" or "critic", may be fullest. T: tokens of the largest
-    pack."""
+    pack. `whole`: as `recomputed` returns it."""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
-    d, inner, layer = shape.hidden, shape.inner, shape.layer
+    d, layer = shape.hidden, shape.layer
     # The root (embedding, last norm, head) is gathered for the first layer's forward and stays whole until
     # the first layer's backward, which is the last.
     root = params - shape.layers * layer
@@ -234,30 +294,32 @@ def _update_instants(case, name):
     head = d * max(words, 1)
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
     T = min(cfg.pack_len, minibatch)
-    # Bytes per token that one layer keeps for its backward: the inputs of two norms in fp32, other inputs in
-    # the compute dtype. Without those a checkpointed layer keeps its input alone.
-    inputs = 8 * d + b * (4 * d + 2 * shape.q + 2 * shape.kv + 4 * inner)
-    kept, recomputed = (b * d, inputs) if cfg.checkpoint_activations else (inputs, 0)
-    kept = T * (shape.layers * kept + 2 * b * d)
-    working = T * (recomputed + 3 * b * inner + 8 * d)
+    kept, again = _per_token(case, shape, whole)
+    kept = T * (kept + 2 * b * d)
+    # In the MLP's backward: gradients of gate, up and hidden states. The gradient of their product takes the
+    # place of the product, which was freed.
+    working = T * (again + b * (2 * shape.inner + 4 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
+    at_rest |= _stream_buffers(case, shape, root, logits, kept) | _asleep(case)
     instants = [
         # The head's backward. The activations of all layers wait. The head's gradient is summed over chunks
         # in fp32, then cast.
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # A layer's backward. The next layer is being gathered: a buffer and the weights. The head's gradient
-        # waits for the rest of the root's. The layer's gradient and its fp32 copy are alive, and the fp32
-        # copy of the layer before, which is still being reduced to shards.
-        {"gathered weights": b * (root + 3 * layer), "activations": kept + working,
+        # A layer's backward. The head's gradient waits for the rest of the root's. The fp32 gradient of the
+        # layer before is still being reduced to shards.
+        {"gathered weights": b * (root + layer), "activations": kept + working,
+         "whole gradients": b * head + 4 * layer},
+        # A layer's end. Its gradient and its fp32 copy are alive too.
+        {"gathered weights": b * (root + layer), "activations": kept,
          "whole gradients": b * head + (b + 8) * layer},
-        # The end of backward. The root's gradient and its fp32 copy are alive.
-        {"whole gradients": (4 + b) * root},
+        # The end of backward. The root's gradient and its fp32 copy are alive, and that of a layer.
+        {"whole gradients": (4 + b) * root + 4 * layer},
         # AdamW makes one temporary of the shards' size.
         {"AdamW's step": shard}]
-    return [at_rest | usage for usage in instants]
+    return [_with_total(case, at_rest | usage) for usage in instants]
 
 
 def _engine_memory(case):
@@ -289,20 +351,33 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     weights = {"engine weights": engine["engine weights"]}
     # Sync gathers a layer or the root at a time: a buffer and the weights.
     largest = max(policy.policy - policy.layers * policy.layer, policy.layer)
-    sync = {"weights": 4 * policy.policy / case.shards, "gathered weights": 2 * case.number * largest}
+    sync = {"weights": 4 * policy.policy / case.shards,
+            "gathered weights": case.number * largest * (2 + (case.shards > 1) / case.shards)}
     if _sync_copies(case):
         sync["embedding's copy"] = _sync_copies(case)
-    residual = {"sleeping engine": SLEEPING_ENGINE} if case.vllm and case.gpu else {}
-    instants = [("sync", sync | weights | residual), ("rollout", engine)]
-    asleep = residual if case.vllm else weights  # vLLM frees its weights while it sleeps
-    for name in case.params:
-        instants += [(name, usage | asleep) for usage in _update_instants(case, name)]
-    for _, usage in instants:
-        used = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
-        idle = 0.0 if case.offloads else case.state - used
-        usage["CUDA and idle state"] = GPU_OVERHEAD * bool(case.gpu) + idle
-        usage["total"] = sum(usage.values())
+    instants = [("sync", _with_total(case, sync | weights | _residual(case))),
+                ("rollout", _with_total(case, engine))]
+    for name in case.models:
+        instants += [(name, usage) for usage in _update_instants(case, name, case.recompute[name])]
     return instants
+
+
+def _residual(case):
+    """What vLLM keeps of a GPU while it sleeps."""
+    return {"sleeping engine": SLEEPING_ENGINE} if case.vllm and case.gpu else {}
+
+
+def _asleep(case):
+    """What an engine takes while models are trained. vLLM frees its weights."""
+    return _residual(case) if case.vllm else {"engine weights": _engine_memory(case)["engine weights"]}
+
+
+def _with_total(case, usage):
+    """The usage with what is on the device at any time, and the total."""
+    used = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
+    idle = 0.0 if case.offloads else case.state - used
+    usage = usage | {"CUDA and idle state": (CUDA_CONTEXT + NCCL_BUFFERS) * bool(case.gpu) + idle}
+    return usage | {"total": sum(usage.values())}
 
 
 def _fullest_first(case):
@@ -354,7 +429,9 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * weights / (cfg.tp * hbm)
     # The backward pass costs two forward passes; recomputed activations cost one more.
-    passes, once = (3 + cfg.checkpoint_activations) * cfg.passes_per_step, forward["policy"]
+    passes = {name: (3 + (case.recompute[name] or 0) / shape.layers) * cfg.passes_per_step
+              for name, shape in case.models.items()}
+    once = forward["policy"]
     times = {"sync": weights / hbm + (weights / link if case.world > 1 else 0.0),
              "rollout": max(response * case.responses / batch * decode, longest)}
     if cfg.kl_coef:
@@ -362,8 +439,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         times["old_logp"] = once
     if "critic" in case.params:
-        times["critic"] = (1 + passes) * forward["critic"]
-    times["policy"] = passes * once
+        times["critic"] = (1 + passes["critic"]) * forward["critic"]
+    times["policy"] = passes["policy"] * once
     if case.offloads:
         times["offload"] = 2 * (case.state + 4 * params / case.shards) / (BANDWIDTH * gpu.host)
     return times | {"step": sum(times.values())}
@@ -397,7 +474,7 @@ def remedy(case: Case) -> str:
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # one machine, which may have more GPUs
         node = max(node, NODE)
-    free = {"checkpoint_activations": True, "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
+    free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
     single = [{flag: value} for flag, value in free.items()]  # the free ones cost only speed
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
     single += [{"engine_share": share} for share in shares]
@@ -540,16 +617,27 @@ def _memory(case):
         table += f"{item} | {most} | bytes |\n"
     return f"""{table}
         total | {total} | bytes |
+        recomputed | {{}} || {"; ".join(_recomputed_words(case, name) for name in case.models)} (--recompute)
         KV cache, tokens | {kv_tokens(case)} || {case.kv_bytes * cfg.tp / 1024:g} KiB each
         KV cache, samples | {kv_tokens(case) / cfg.model_len} || of full length at once; an engine makes \
             {case.responses} a step
         note | {{}} || Of one rank. Each item at its largest; total: at the fullest instant. N parameters: \
             weights and gradients 4 N / {case.shards} each, AdamW 8 N / {case.shards}, engine weights \
-            {case.number} N / {cfg.tp}. Activations: of {cfg.pack_len} tokens; with --checkpoint_activations \
-            one layer's, and the inputs of all. Gathered weights: embedding, head and the layers at work. \
+            {case.number} N / {cfg.tp}. Activations: of {cfg.pack_len} tokens, with what \
+            --recompute keeps of each layer. Gathered weights: embedding, head and the layers at work. \
+            Gather buffers, fragments: what PyTorch's allocator keeps for FSDP's streams and in holes. \
             Whole gradients: before they are reduced to shards. Idle state: what the phase doesn't use and \
             doesn't move to the host.
         """
+
+
+def _recomputed_words(case, name):
+    """What the backward pass of a model recomputes, as text."""
+    whole, layers = case.recompute[name], case.models[name].layers
+    if whole is None:
+        return f"{name}: nothing"
+    rest = ", and in the others all but products and attention" * (whole < layers)
+    return f"{name}: {whole} of {layers} layers in whole{rest}"
 
 
 def _libraries(case):

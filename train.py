@@ -294,13 +294,14 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, d
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Policy, critic (PPO only) and ref (only with a KL term), sharded, in fp32."""
-    shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype,
-                       checkpoint=cfg.checkpoint_activations)
+    shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
+    recompute = checks.case_of(cfg, world).recompute
     device = "cpu" if cfg.offload else world.device
-    model = load_policy(cfg.model, device, shard_fn)
+    model = load_policy(cfg.model, device, partial(shard_fn, recompute=recompute["policy"]))
     policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
     if cfg.algo == "ppo":
-        model = load_critic(cfg.critic_model or cfg.model, device, shard_fn, cfg.seed)
+        shard_critic = partial(shard_fn, recompute=recompute["critic"])
+        model = load_critic(cfg.critic_model or cfg.model, device, shard_critic, cfg.seed)
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
     if cfg.kl_coef:
         ref = Role("ref", load_policy(cfg.model, device, shard_fn).requires_grad_(False), None)

@@ -43,6 +43,9 @@ def test_debug_mode_in_the_environment_means_the_debug_layout(monkeypatch):
     (["tiny-ppo", "--pack_len", "60"], ["pack_len 60", "--pack_len 64"]),
     (["tiny-ppo", "--critic_updates", "5", "--policy_updates", "2"], ["not a multiple", "5", "2"]),
     (["tiny-ppo", "--prompts_per_step", "0"], ["--prompts_per_step is 0"]),
+    (["tiny-ppo", "--recompute", "some"], ["--recompute is some", "auto, none, layers"]),
+    (["tiny-ppo", "--recompute", "-1"], ["--recompute is -1", "a number of layers"]),
+    (["tiny-ppo", "--no_checkpoint_activations"], ["no flag --checkpoint_activations", "--recompute"]),
 ])
 def test_a_mistake_is_one_line_that_says_what_is_needed(argv, words):
     with pytest.raises(UserError) as e:

@@ -53,6 +53,18 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
 
 
+def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
+    pack, gradients = data.pack(ranks.make_samples(8)), []
+    for whole in (None, 0, 1, 2):
+        policy = model.load_policy(folder)
+        policy.recompute(whole)
+        model.logprobs(policy, pack, 1.0)[0].sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+    assert gradients[0][0].any()
+    for other in gradients[1:]:
+        assert all(torch.equal(*pair) for pair in zip(gradients[0], other, strict=True))
+
+
 def test_buffers_are_those_of_transformers(folder, base):
     """Of policy, critic and torch engine, after parameters and buffers were made on the meta device."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base)

@@ -6,6 +6,7 @@ import torch
 from conftest import make_model
 from ranks import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -94,6 +95,38 @@ def test_shared_prefixes_change_no_value_and_no_gradient(tiny):
         results.append([logp, entropy, v, *gradients])
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() < 1e-5 * (b.norm() + 1e-3)
+
+
+def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
+    """FLOP of products and attention, forward and backward. A layer that is recomputed in whole costs its
+    forward pass again; one that keeps its products costs nothing more; the rest does not depend on it."""
+    p, cost = data.pack(make_samples(8)), {}
+    layers = model.load_config(tiny).num_hidden_layers
+    for whole in (None, *range(layers + 1)):
+        policy = model.load_policy(tiny)
+        policy.recompute(whole)
+        with FlopCounterMode(display=False) as forward:
+            logp = model.logprobs(policy, p, 1.0)[0]
+        with FlopCounterMode(display=False) as backward:
+            logp.sum().backward()
+        cost[whole] = backward.get_total_flops()
+    c, unique, loss = policy.config, len(p.unique), len(p.loss_tokens)
+    of_layer = (forward.get_total_flops() - 2 * loss * c.vocab_size * c.hidden_size) / layers
+    last_product = 2 * unique * c.intermediate_size * c.hidden_size  # no gradient needs its result
+    assert cost[0] == cost[None]
+    for whole in range(layers):
+        assert cost[whole + 1] - cost[whole] == of_layer - last_product
+
+
+def test_gradients_in_bf16_are_equal_bit_by_bit_whatever_is_recomputed(tiny):
+    """Packs with shared prefixes, whose gradients are summed in a fixed order."""
+    p, results = data.pack(make_samples(16)), []
+    for whole in (None, 0, 1, 2):
+        policy = model.load_policy(tiny).bfloat16()
+        policy.recompute(whole)
+        model.logprobs(policy, p, 1.0)[0].sum().backward()
+        results.append([x.grad for x in policy.parameters()])
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
 def attention_gradients(qkv, p, grad):

@@ -1,6 +1,7 @@
 """The plan against measured values: parameters, bytes of state and checkpoints. Batches, refusals, output."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -135,9 +136,10 @@ def test_memory_of_a_7b_by_hand():
     assert use["rollout"]["engine weights"] == 2 * n
     assert c.kv_bytes == 57344 and plan.kv_tokens(c) == int(use["rollout"]["KV cache"] / 57344)
     assert use["policy"]["logits"] == 3 * 2**28 and use["critic"]["logits"] == 0
-    assert use["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
-    whole = memory(case("orz-7b", "--layout", "production", "--no_checkpoint_activations", world=32))
-    assert whole["policy"]["activations"] > 10 * use["policy"]["activations"]
+    none, layers = (memory(case("orz-7b", "--layout", "production", "--recompute", mode, world=32))
+                    for mode in ("none", "layers"))
+    assert none["policy"]["activations"] > 10 * layers["policy"]["activations"]
+    assert layers["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
     stays = memory(case("orz-7b", "--layout", "production", "--no_offload", world=32))
     idle = stays["rollout"]["CUDA and idle state"] - use["rollout"]["CUDA and idle state"]
     assert idle == pytest.approx(12 * trained / 32)
@@ -181,6 +183,53 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
     assert plan.forward_flops(params, layers, heads * head_dim, 8, 34) == flops.sum()
 
 
+# --- what is recomputed
+
+
+def peaks(c: plan.Case, name: str) -> dict:
+    """The largest total of an update, for each choice of what is recomputed, from much memory to little."""
+    modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
+    cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
+             for n, mode in modes.items()}
+    return {n: max(usage["total"] for phase, usage in plan.memory(other) if phase == name)
+            for n, other in cases.items()}
+
+
+@pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
+                                            ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
+def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
+    """Each choice takes less memory than the one before; only the last layer's may not, which is at work when
+    most is kept. Where none leaves so much, all layers are."""
+    c = case("orz-7b", gpu=gpu, world=world, model=size)
+    for name, whole in c.recompute.items():
+        of = peaks(c, name)
+        most, *less, _ = of.values()
+        assert most > less[0] and all(a > b for a, b in itertools.pairwise(less))
+        fitting = [n for n, peak in of.items() if peak <= 0.92 * c.gpu.memory]
+        assert whole == (fitting or [c.models[name].layers])[0]
+
+
+def test_orz_7b_recomputes_no_product_on_32_gpus():
+    for gpu, whole in (("H100", 0), ("H200", None)):
+        assert case("orz-7b", gpu=gpu, world=32).recompute == {"critic": whole, "policy": whole}
+
+
+def test_on_a_cpu_auto_counts_the_machines_memory():
+    """Shared by its ranks; nothing is recomputed where it isn't known."""
+    shape = plan.KNOWN["0.5b"]
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
+    c = plan.Case(cfg, 2, [shape, shape], None, local=2)
+    most, *_, least = peaks(c, "policy").values()
+    for host, whole in ((0, None), (2.2 * most / 0.92, None), (2.02 * least / 0.92, shape.layers)):
+        assert dataclasses.replace(c, host=host).recompute == {"policy": whole}
+
+
+def test_seconds_of_an_update_have_a_forward_pass_for_what_is_recomputed():
+    none, half, layers = (plan.seconds(case("orz-7b", "--recompute", mode), 256, 2000)["policy"]
+                          for mode in ("none", "14", "layers"))
+    assert half / none == pytest.approx(3.5 / 3) and layers / none == pytest.approx(4 / 3)
+
+
 # --- batches and seconds
 
 
@@ -214,8 +263,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 @pytest.mark.parametrize("how,flag", {
     "long packs": (dict(argv=("orz-7b", "--pack_len", "262144"), world=32), "--pack_len 8192"),
-    "activations": (dict(argv=("orz-7b", "--no_checkpoint_activations"), world=32),
-                    "--checkpoint_activations"),
+    "activations": (dict(argv=("orz-7b", "--recompute", "none"), world=32), "--recompute auto"),
     "replicas": (dict(argv=("orz-7b", "--shard_ranks", "1"), world=32), "--shard_ranks 0"),
     "no offload": (dict(argv=("orz-7b", "--no_offload", "--engine_share", "0.8")), "--offload"),
     "share": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=32), "--engine_share"),

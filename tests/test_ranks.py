@@ -81,6 +81,18 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
             agree(many, one)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
+    """Of packs with shared prefixes, by plain and by sharded parameters."""
+    modes = ("none", "0", "1", "layers", "auto")
+    made = [(config(tiny, recompute=mode, kl_coef=0.1), make_samples(24)) for mode in modes]
+    for none, *others in run_ranks(ranks, all_gradients, made):
+        for name, gradient in none.items():
+            for other in others:
+                same = torch.equal if isinstance(gradient, torch.Tensor) else dict.__eq__
+                assert name == "packs" or same(gradient, other[name]), name
+
+
 @pytest.mark.parametrize("which", ["tiny", "untied"])
 def test_full_weights_equal_the_files(which, request):
     from safetensors.torch import load_file

@@ -128,7 +128,7 @@ def analogue(name, base, folder):
     preset = PRESETS[name]
     sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
         samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
-        critic_lr go out save_every epochs total_episodes checkpoint_activations""".split()
+        critic_lr go out save_every epochs total_episodes recompute""".split()
     weight = preset.reward[0].partition("=")[2] or "1"
     (folder / "some.py").write_text(
         "def digits(response, answer, kind):\n"
@@ -163,7 +163,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, tmp_path):
     the demo."""
     model = build(f"{tmp_path}/model", style=style)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
-        betas checkpoint_activations warmup_updates""".split()
+        betas recompute warmup_updates""".split()
     cfg = dataclasses.replace(
         PRESETS[name], **{k: getattr(PRESETS["tiny-ppo"], k) for k in sizes}, model=model, steps=steps,
         data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_every=steps, save_every=0,
