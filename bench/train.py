@@ -149,7 +149,8 @@ class Phases:
 def measure_models(phases: Phases, config, packs: list[Pack], checkpoint: bool) -> None:
     """Log-probs and an update of the policy, and an update of the critic."""
     world = phases.world
-    shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, checkpoint=checkpoint)
+    shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype,
+                       recompute=config.num_hidden_layers if checkpoint else None)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
     for kind, head in ((Policy, config.vocab_size), (Critic, 1)):
         model = random_model(kind, config, shard_fn, world.device)
