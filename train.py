@@ -36,6 +36,7 @@ from configs import (
     check_trackers,
     parse,
     require,
+    set_allocator,
     tell_torchrun,
     user_errors,
 )
@@ -45,6 +46,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
         CONFIG = parse()
         check_trackers(CONFIG)
         check_paths(CONFIG)
+    set_allocator()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C; dist.handle_signals is for the training
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)

@@ -80,6 +80,14 @@ def test_learning_rates_depend_on_the_counts_alone():
     assert anneal.lr("policy", 49, 0) == pytest.approx((1e-6 + 3e-7) / 2)
 
 
+def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given in ({}, *({name: "max_split_size_mb:64"} for name in names)):
+        monkeypatch.setattr(os, "environ", dict(given))
+        configs.set_allocator()
+        assert os.environ == (given or {names[0]: "expandable_segments:True"})
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid(name):
     assert isinstance(parse([name]), Config)
