@@ -21,6 +21,7 @@ import dist
 import model
 import plan
 import train
+from bench.nullgpu.memory import CASES, case_of, planned
 from configs import PRESETS, parse
 from log import Logger, Meter
 
@@ -228,6 +229,23 @@ def test_seconds_of_an_update_have_a_forward_pass_for_what_is_recomputed():
     none, half, layers = (plan.seconds(case("orz-7b", "--recompute", mode), 256, 2000)["policy"]
                           for mode in ("none", "14", "layers"))
     assert half / none == pytest.approx(3.5 / 3) and layers / none == pytest.approx(4 / 3)
+
+
+MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
+    """Of every phase, as bench/nullgpu/memory.py counted it on a device that computes nothing."""
+    rows = [row for row in MEASURED if row["case"] == name]
+    assert {row["flag"] for row in rows} == {"auto", "layers"}
+    for row in rows:
+        c = case_of(name, row["flag"])
+        phase = row["phase"]
+        assert 1 <= planned(c)[phase] / row["driver_gib"] <= 1.08 and not row["out_of_memory"], row
+        assert row["layers"] == c.recompute.get(phase, "")
+        if name.startswith("7B on 32") and row["flag"] == "auto" and phase == "policy":
+            assert row["n_a_token"] <= 5.8
 
 
 # --- batches and seconds

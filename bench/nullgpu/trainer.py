@@ -17,6 +17,7 @@ Prints one JSON line a phase, of this rank:
     values           the critic's forward passes
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 
+    planned_gib      plan.py's total, less what this process does not have: NCCL's buffers and an engine
     *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved,
                      pinned: host memory that the phase pinned
     h2d, d2h         copies from host to device and back
@@ -38,6 +39,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import configs
+
+configs.set_allocator()
+
 import nullgpu
 import numpy as np
 import torch
@@ -45,11 +50,12 @@ import torch.distributed as td
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import configs
 import data
 import dist
 import model
+import plan
 import train
+from bench.nullgpu.memory import planned
 from bench.shape import config_of
 from log import Meter
 
@@ -101,12 +107,21 @@ def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.devic
 # --- the trainer, as train.py makes it
 
 
-def make_role(name: str, config, cfg: configs.Config, world: dist.World) -> train.Role:
+def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) -> plan.Case:
+    """The run to plan, on this device."""
+    shape = dataclasses.replace(plan.KNOWN[args.size], layers=args.layers or plan.KNOWN[args.size].layers)
+    gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
+    return plan.Case(cfg, world.size, [shape, shape], gpu, local=min(world.size, configs.NODE))
+
+
+def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
+              world: dist.World) -> train.Role:
     """Policy or critic with its optimizer. As train.load_models, but no file is read."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
-    module = dist.shard(module, dist.mesh(world, cfg.shard_ranks), world.dtype, cfg.checkpoint_activations)
+    whole = case_of(args, cfg, world).recompute[name]
+    module = dist.shard(module, dist.mesh(world, cfg.shard_ranks), world.dtype, whole)
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
@@ -150,6 +165,9 @@ def launches(*words: str) -> int:
 class Phases:
     """Measures phases and prints their figures."""
 
+    def __init__(self, planned: dict[str, float]) -> None:
+        self.planned = planned
+
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
         nullgpu.reset()
@@ -158,7 +176,8 @@ class Phases:
     def end(self, name: str) -> None:
         torch.cuda.synchronize()
         seen, calls = nullgpu.counters(), nullgpu.calls
-        memory = {"peak": torch.cuda.max_memory_allocated() / GIB,
+        plans = self.planned.get(name.partition("[")[0])
+        memory = {**({"planned": plans} if plans else {}), "peak": torch.cuda.max_memory_allocated() / GIB,
                   "reserved": torch.cuda.max_memory_reserved() / GIB,
                   "stays": torch.cuda.memory_allocated() / GIB, "driver_peak": seen["peak_gib"]}
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
@@ -227,13 +246,16 @@ def main() -> None:
     nullgpu.collectives()
     host_values()
     dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
-    world, phases = dist.World(0, args.world, torch.device("cuda", 0), dtype), Phases()
-    config = config_of(args.size, args.layers)
+    world = dist.World(0, args.world, torch.device("cuda", 0), dtype)
+    config, case = config_of(args.size, args.layers), case_of(args, cfg, world)
+    phases = Phases(planned(case))
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
-         **vars(args), "dtype": str(dtype), "pack_len": cfg.pack_len})
-    policy = make_role("policy", config, cfg, world)
+         "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
+         "pack_len": cfg.pack_len, "recompute": case.recompute, "params": case.params,
+         "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", "")})
+    policy = make_role("policy", config, args, cfg, world)
     run_sync(policy, world, phases)
-    for role in ([make_role("critic", config, cfg, world)] if cfg.algo == "ppo" else []) + [policy]:
+    for role in ([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else []) + [policy]:
         run_updates(role, args, cfg, world, phases)
     nullgpu.quit()
 

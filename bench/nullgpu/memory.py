@@ -1,0 +1,146 @@
+"""Compares the memory that plan.py plans with what torch takes from a CUDA driver, case by case.
+
+    sh NULLGPU/run.sh python bench/nullgpu/memory.py [--only 7B …]
+
+NULLGPU: see trainer.py, which runs once for each case and each --recompute. Writes
+bench/results/nullgpu-memory.json, and the same as a table to nullgpu-memory.md. A case takes 20 to 60 s; with
+--only the other cases keep their rows.
+
+    layers      that are recomputed in whole; `none`: nothing is recomputed
+    planned     GiB by plan.py, without an engine and NCCL's buffers, which this process does not have
+    allocated   the peak of torch's tensors
+    reserved    the peak of what torch took from the driver
+    driver      the driver's peak, with CUDA's context, of two steps of a phase
+    N a token   FLOP of products, as multiples of the model's parameters, of an update or a critic's phase
+
+Exit status 1 where the plan is below the driver's peak or over 8 % above it, where memory ran out, or where
+--recompute auto takes more than 92 % of the device with what this process does not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import configs
+import plan
+
+RESULTS = HERE.parent / "results" / "nullgpu-memory.json"
+H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # name and GiB
+CARD = ("NVIDIA GeForce RTX 4090", 23.5)
+BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
+# device; preset, size, ranks, and tokens of a sample, of which a whole number fills a pack
+CASES = {
+    "7B on 8 × H100": (H100, "orz-7b", "7b", 8, 2048),
+    "7B on 32 × H100": (H100, "orz-7b", "7b", 32, 2048),
+    "7B on 32 × H200": (H200, "orz-7b", "7b", 32, 2048),
+    "32B on 16 × H100": (H100, BIG, "32b", 16, 9216),
+    "32B on 32 × H100": (H100, BIG, "32b", 32, 9216),
+    "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
+}
+PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
+ABOVE = 1.08  # the plan may be so much above the driver's peak
+
+
+def planned(case: plan.Case) -> dict[str, float]:
+    """By phase, what the plan says of the driver's peak in GiB, as trainer.py can have it: without NCCL's
+    buffers and without an engine."""
+    absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
+    for phase, usage in plan.memory(case):
+        total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
+        most[phase] = max(most.get(phase, 0.0), total / plan.GIB)
+    return most
+
+
+def case_of(name: str, recompute: str) -> plan.Case:
+    """The plan's case of one of CASES."""
+    (device, gib), preset, size, world, _ = CASES[name]
+    cfg = configs.parse([preset, "--recompute", recompute])
+    shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * plan.GIB)
+    return plan.Case(cfg, world, [shape, shape], gpu, local=min(world, configs.NODE))
+
+
+def measure(name: str, recompute: str) -> list[dict]:
+    """A row for each phase of a case. Updates have two packs, whose gradients are added up."""
+    (device, gib), preset, size, world, segment = CASES[name]
+    env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
+    # Where neighbours share a prompt attention lays out copies, and a short prompt saves no memory.
+    options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
+                   recompute=recompute)
+    flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
+    command = [sys.executable, str(HERE / "trainer.py"), *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    head, *lines = map(json.loads, done.stdout.splitlines())
+    of = {line["phase"]: line for line in lines if "phase" in line}
+    return [row_of(name, recompute, head, phase, [of[step] for step in steps if step in of])
+            for phase, steps in PHASES.items() if steps[0] in of]
+
+
+def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
+    """The figures of a phase: the largest of two steps. The first step makes the optimizer's state."""
+    def most(field):
+        return max(step[field] for step in steps)
+
+    row = {"case": name, "flag": recompute, "phase": phase, "layers": head["recompute"].get(phase, ""),
+           "planned_gib": round(most("planned_gib"), 2), "allocated_gib": most("peak_gib"),
+           "reserved_gib": most("reserved_gib"), "driver_gib": most("driver_peak_gib"),
+           "out_of_memory": most("out_of_memory"), "torch": head["torch"]}
+    row["share"] = round(row["planned_gib"] / row["driver_gib"], 3)
+    if phase in head["params"]:
+        tokens = head["pack_len"] // head["segment"] * head["segment"] * head["packs"]
+        updates = head["updates"] if phase == "critic" else 1
+        row["n_a_token"] = round(most("gemm_tflop") * 1e12 / tokens / updates / head["params"][phase], 2)
+    return row
+
+
+def wrong(row: dict) -> str:
+    """What is wrong with a row, or nothing."""
+    if row["out_of_memory"]:
+        return "out of memory"
+    if not 1 <= row["share"] <= ABOVE:
+        return f"the plan is {row['share']:.3f} of the driver's peak"
+    beside, limit = (plan.NCCL_BUFFERS + plan.SLEEPING_ENGINE) / plan.GIB, 1 - plan.HEADROOM
+    if row["flag"] == "auto" and row["driver_gib"] + beside > limit * CASES[row["case"]][0][1]:
+        return f"more than {limit:.0%} of the device"
+    return ""
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    lines = ["| case | --recompute | phase | layers | planned GiB | allocated | reserved | driver | "
+             "planned / driver | N a token |", "|---|---|---|---|---|---|---|---|---|---|"]
+    for r in rows:
+        cells = [r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"]]
+        cells += [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
+        cells += [f"{r['share']:.3f}", r.get("n_a_token", "")]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="words of cases")
+    args = parser.parse_args()
+    chosen = [name for name in CASES if not args.only or any(word in name for word in args.only)]
+    earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    by_case = {name: [r for r in earlier if r["case"] == name] for name in CASES}
+    for name in chosen:
+        by_case[name] = measure(name, "auto") + measure(name, "layers")
+        print(table(by_case[name]), flush=True)
+        rows = sum(by_case.values(), [])
+        RESULTS.write_text(json.dumps({"bench": "nullgpu-memory", "rows": rows}, indent=1) + "\n")
+        RESULTS.with_suffix(".md").write_text(table(rows))
+    mistakes = [f"{r['case']}, {r['flag']}, {r['phase']}: {wrong(r)}" for r in rows if wrong(r)]
+    sys.exit("\n".join(mistakes))
+
+
+if __name__ == "__main__":
+    main()
