@@ -531,10 +531,11 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             halves = [gap.half * math.sqrt(gap.n) / T_975[gap.n - 2] for name, v in variants.items()
                       if v.reference == reference and name != reference
                       and (gap := difference(runs, task, name, reference)) and gap.n > 2]
-            paired = median(halves) if halves else math.nan  # some variants diverge on some seeds
+            paired = median(halves) if halves else None  # the median, because some variants diverge
             own = stdev(found)
-            rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", f"{paired:.3f}",
-                         seeds_needed(math.sqrt(2) * own), seeds_needed(paired) if halves else "–"))
+            of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
+            rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
+                         seeds_needed(math.sqrt(2) * own), of_pairs[1]))
     head = ("task", "recipe", "seeds", "accuracy", "deviation over seeds", "median deviation of pairs",
             "seeds for 2 points, unpaired", "paired")
     return table(head, rows)
