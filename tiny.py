@@ -111,8 +111,7 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Two numbers, multiplied by columns: `37*45=`, `7*5=35,7*4=28,3*5=15,28+15=43+3=46,3*4=12+4=16`, `1665`.
-    """
+    """Two numbers, multiplied by columns: `37*45=`, `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…`, `1665`."""
     (a, b), (c, d) = (divmod(n, 10) for n in numbers)
     units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
     both = said(left + right, rng, slip)
