@@ -73,6 +73,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if cuda:
         exact_pinned_memory()
         torch.cuda.set_device(local)
+        check_allocator()
     if not td.is_initialized():
         # Longer than stall_limit: our own watch must end a stalled phase first, because it prints stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
@@ -90,6 +91,19 @@ def exact_pinned_memory() -> None:
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(old_name, "")  # as torch reads them
     if option not in given:
         os.environ["PYTORCH_ALLOC_CONF"] = ",".join(filter(None, [given, option]))
+
+
+def check_allocator() -> None:
+    """Allocate once, and turn off the growing segments of configs.set_allocator where that is refused.
+
+    torch 2.13 asserts an answer of NVML that GPUs before Hopper may not give (PyTorch's issue 186374)."""
+    try:
+        torch.empty(1, device="cuda")
+    except RuntimeError as e:
+        if "FabricInfo" not in str(e):
+            raise
+        print("no expandable segments here; memory may be 3 GiB above the plan")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:

@@ -78,7 +78,7 @@ def measure(name: str, recompute: str) -> list[dict]:
     command = [sys.executable, str(HERE / "trainer.py"), *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    head, *lines = map(json.loads, done.stdout.splitlines())
+    head, *lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     of = {line["phase"]: line for line in lines if "phase" in line}
     return [row_of(name, recompute, head, phase, [of[step] for step in steps if step in of])
             for phase, steps in PHASES.items() if steps[0] in of]

@@ -242,6 +242,7 @@ def main() -> None:
     os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
     dist.exact_pinned_memory()
     torch.cuda.set_device(0)
+    dist.check_allocator()
     td.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
     nullgpu.collectives()
     host_values()
