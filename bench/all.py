@@ -53,7 +53,7 @@ def on_gpu() -> list[Case]:
     cases: list[Case] = []
     for shape in (["--size", "0.5b"], ["--size", "1.5b"], ["--size", "7b", "--layers", "8"]):
         args = [*shape, "--pack", "16384", "--segment", "2048"]
-        cases += [("train.py", args, 1, 1), ("train.py", [*args, "--checkpoint"], 1, 1)]
+        cases += [("train.py", args, 1, 1), ("train.py", [*args, "--recompute", "999"], 1, 1)]
     cases.append(("rollout.py", ["--model", model, "--engine", "vllm", "--prompts", "64",
                                  "--tokens", "512"], 1, 1))
     cases.append(("step.py", ["orz-0.5b-1gpu", "--model", model, "--data", f"{model}/train.jsonl",

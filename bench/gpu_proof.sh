@@ -2,7 +2,10 @@
 # Proves on a machine with a GPU what a CPU can't: that vLLM sleeps, wakes and takes weights beside a trainer, at the shape of
 # Qwen2.5-0.5B with random weights. Needs no network.
 #
-#   sh bench/gpu_proof.sh [smoke] [rollout] [train]      # without words: all three, some minutes each
+#   sh bench/gpu_proof.sh [smoke] [rollout] [train] [recompute] [resume]      # without words: all, some minutes each
+#
+# recompute   an update's seconds, MFU and memory with nothing recomputed, all but products and attention, and all
+# resume      two runs of four steps, one of them resumed after two, sampled by the PyTorch engine: are they equal bit by bit?
 #
 # PYTHON     the interpreter that has torch (default python3)
 # VLLM_SITE  a folder of unpacked packages, vllm among them, where the interpreter has none of its own
@@ -20,7 +23,7 @@ if [ -n "${VLLM_SITE:-}" ]; then
 fi
 export TORZ_ANY_VLLM=1 # also 0.26, which loses what it keeps under the tag kv_cache while it sleeps
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-parts=${*:-smoke rollout train}
+parts=${*:-smoke rollout train recompute resume}
 device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
     echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
 results=bench/results/$device
@@ -66,8 +69,30 @@ for part in $parts; do
         "$PYTHON" bench/verdict.py "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
         tee "$results/verdict.jsonl" < "$WORK/verdict.out"
         ;;
+    recompute)
+        : > "$results/recompute.jsonl"
+        for layers in none 0 999; do
+            "$PYTHON" bench/train.py --size 0.5b --pack 16384 --segment 1024 --recompute "$layers" > "$WORK/recompute.out" ||
+                failed="$failed recompute-$layers"
+            tee -a "$results/recompute.jsonl" < "$WORK/recompute.out"
+        done
+        ;;
+    resume)
+        rm -rf "$WORK/whole" "$WORK/resumed"
+        four_steps() {
+            "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
+                --data "$WORK/model/train.jsonl" --steps 4 --prompts_per_step 8 --samples_per_prompt 4 --max_prompt_len 1024 \
+                --max_response_len 64 --max_model_len 0 --engine torch --save_every 2 --keep 3 --go "$@" >> "$WORK/resume.out" 2>&1
+        }
+        : > "$WORK/resume.out"
+        four_steps --out "$WORK/whole" && four_steps --resume "$WORK/whole/ckpt/step_000002" --out "$WORK/resumed" ||
+            { failed="$failed resume"; tail -n 20 "$WORK/resume.out"; }
+        same=true
+        cmp "$WORK/whole/export/policy/model.safetensors" "$WORK/resumed/export/policy/model.safetensors" || same=false
+        echo "{\"bench\": \"resume\", \"bit_identical\": $same}" | tee "$results/resume.jsonl"
+        ;;
     *)
-        echo "gpu_proof.sh: no part $part; needed: smoke, rollout, train, or nothing for all" >&2
+        echo "gpu_proof.sh: no part $part; needed: smoke, rollout, train, recompute, resume, or nothing for all" >&2
         exit 2
         ;;
     esac

@@ -1,12 +1,12 @@
 """Measures the trainer's phases alone: synthetic packs, and a model of any shape with random weights.
 
-    python bench/train.py [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5] [--checkpoint]
-                          [--layers 0] [--vocab 0]      # 0: the shape's own
+    python bench/train.py [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
+                          [--recompute none] [--layers 0] [--vocab 0]      # 0: the shape's own
 
 The phases: log-probs without gradients, a policy update, a critic update, and the head alone (log-probs and
 their gradients from the hidden states of one pack). An update has `packs` packs of segments with `segment`
 tokens, of which a quarter are the prompt's. As in train.py: FSDP2, chunked fp32 log-probs, AdamW. With
---checkpoint activations are recomputed.
+--recompute N the first N layers are recomputed in whole, and of the others all but products and attention.
 
 Prints one JSON line a phase, with medians over the rounds after the first:
     tokens_per_s_a_rank
@@ -146,11 +146,10 @@ class Phases:
                   "share_of_limit": limit / taken, "memory_gib": memory})
 
 
-def measure_models(phases: Phases, config, packs: list[Pack], checkpoint: bool) -> None:
+def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None) -> None:
     """Log-probs and an update of the policy, and an update of the critic."""
     world = phases.world
-    shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype,
-                       recompute=config.num_hidden_layers if checkpoint else None)
+    shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
     for kind, head in ((Policy, config.vocab_size), (Critic, 1)):
         model = random_model(kind, config, shard_fn, world.device)
@@ -182,7 +181,7 @@ def main() -> None:
     parser.add_argument("--size", default="tiny", help="a shape that bench/shape.py knows")
     for name, value in dict(pack=4096, segment=512, packs=2, layers=0, vocab=0, rounds=5).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
+    parser.add_argument("--recompute", default="none", help="none, or a number of layers")
     args = parser.parse_args()
     world, config = dist.init(), config_of(args.size, args.layers, args.vocab)
     packs = [synthetic_pack(args.pack, args.segment, config.vocab_size, world.device, 100 * world.rank + i)
@@ -190,9 +189,9 @@ def main() -> None:
     facts = {"bench": "train", "device": device_name(world.device), "dtype": str(world.dtype),
              "torch": torch.__version__, "ranks": world.size, "size": args.size,
              "layers": config.num_hidden_layers, "vocab": config.vocab_size, "pack": args.pack,
-             "segment": args.segment, "checkpoint": args.checkpoint}
+             "segment": args.segment, "recompute": args.recompute}
     phases = Phases(world, facts, args.rounds)
-    measure_models(phases, config, packs, args.checkpoint)
+    measure_models(phases, config, packs, None if args.recompute == "none" else int(args.recompute))
     measure_head(phases, config, packs[0])
 
 
