@@ -298,7 +298,7 @@ def _update_instants(case, name, whole):
     kept = T * (kept + 2 * b * d)
     # In the MLP's backward: gradients of gate, up and hidden states. The gradient of their product takes the
     # place of the product, which was freed.
-    working = T * (again + b * (2 * shape.inner + 4 * d))
+    working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
