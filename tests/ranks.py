@@ -310,7 +310,7 @@ def resampled(cfg) -> dict:
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
-        batch, samples = train.sample_step(run, 0, meter)
+        batch, samples, _ = train.sample_step(run, 0, meter)
     run.grader.close()
     rewards = {g[0].prompt_id: [s.reward for s in g] for g in data.group_by_prompt(samples)}
     drawn = [p.text for p in data.batch_at(run.problems, 0, cfg)]

@@ -73,7 +73,7 @@ RMSPROP = [
 
 # 9. A reward part that grows with the response's length.
 BREVITY = [
-    ("rollout.py", "\nREWARD_PARTS = {\n",
+    ("trajectories.py", "\nREWARD_PARTS = {\n",
      "\ndef brevity(group: Sequence[Sample], cfg: Config) -> list[float]:\n"
      "    return [-0.001 * len(s.ids) for s in group]\n\n"
      'REWARD_PARTS = {"brevity": brevity,\n'),
@@ -81,10 +81,10 @@ BREVITY = [
 
 # 11. Train only the layers after the first 20 (of the tests' model: after the first one).
 LAYERS = [
-    ("train.py", "    model = load_policy(cfg.model, device, shard_fn)\n",
-     "    model = load_policy(cfg.model, device, shard_fn)\n"
+    ("train.py", '    policy, critic, ref = Role("policy", model,',
      "    for layer in model.model.layers[:20]:\n"
-     "        layer.requires_grad_(False)\n"),
+     "        layer.requires_grad_(False)\n"
+     '    policy, critic, ref = Role("policy", model,'),
 ]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, STOP, RMSPROP, BREVITY, LAYERS]
 

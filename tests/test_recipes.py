@@ -28,6 +28,7 @@ import dist
 import log
 import rollout
 import scores
+import trajectories
 from bench import shape
 from configs import OPEN_R1_SYSTEM, PRESETS, STEP_BY_STEP, UserError, parse, read_jsonl
 from model import load_tokenizer
@@ -292,7 +293,8 @@ def graded(cfg, datasets):
     found = {i: data.Problem("?", (1,), golds[i % 2], dataset=name) for i, name in enumerate(datasets)}
 
     with rollout.make_grader(cfg) as grader:
-        return rollout.shape_rewards(rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0), cfg)
+        samples = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
+        return trajectories.shape_rewards(samples, cfg)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -307,7 +309,7 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
     def logged(samples):
         meter = log.Meter()
-        log.measure_samples(meter, samples, rollout.part_names(cfg))
+        log.measure_samples(meter, samples, trajectories.part_names(cfg))
         rows = meter.reduce(lambda x: x, lambda x: x)
         return {k: v for k, v in rows.items() if k.startswith("reward/")}
 
@@ -585,13 +587,13 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     left out of the loss adds to no count."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
-    shaped = rollout.shape_rewards(samples, cfg)
+    shaped = trajectories.shape_rewards(samples, cfg)
     assert [s.parts.get("overlong", 0) for s in shaped] == [0, 0, -0.5, -1]
     assert [s.in_loss for s in shaped] == [True, True, True, False]
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
+    (plain,) = trajectories.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
 
@@ -599,9 +601,9 @@ def test_the_length_penalty_ends_where_the_response_is_cut():
     """--max_model_len 40 leaves 38 tokens after a prompt of 2."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, max_model_len=40)
     lengths = (22, 30, 38)
-    assert rollout.overlong([sample(n, 1.0) for n in lengths], cfg) == [0, -0.5, -1]
+    assert trajectories.overlong([sample(n, 1.0) for n in lengths], cfg) == [0, -0.5, -1]
     longer = dataclasses.replace(cfg, max_model_len=60)  # then --max_response_len 48 cuts
-    assert rollout.overlong([sample(n, 1.0) for n in lengths], longer) == [0, 0, -6 / 16]
+    assert trajectories.overlong([sample(n, 1.0) for n in lengths], longer) == [0, 0, -6 / 16]
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):

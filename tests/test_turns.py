@@ -200,18 +200,17 @@ def test_whitening_and_ppos_losses_are_means_over_sampled_tokens(seed):
     assert np.isclose(float(got), total / len(steps))
 
 
-def shares(samples: list[Sample], cfg) -> list[Sample]:
+def shares(samples: list[Sample]) -> list[Sample]:
     """The samples with their weights for --aggregation prompt, all in one minibatch."""
     dist.init("cpu", "float32")
-    keys = [s.prompt_id * cfg.samples_per_prompt + s.sample_id for s in samples]
-    return train.add_prompt_shares(samples, keys, [[[keys]]], cfg)
+    keys, prompts = train.step_keys(samples)
+    return train.add_prompt_shares(samples, keys, [[[keys]]], torch.from_numpy(prompts))
 
 
 def test_grpos_losses_are_means_over_sampled_tokens():
     """Each aggregation and each ratio, against loops over the sampled tokens."""
     samples = with_gaps(1)
-    cfg = dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, samples_per_prompt=3)
-    (samples,) = run_ranks(1, shares, samples, cfg)
+    (samples,) = run_ranks(1, shares, samples)
     p, steps = data.pack(samples), [mine for mine in steps_of(samples) if mine]
     segment, tokens = ppo.segment_ids(p.cu_seqlens, int(p.cu_seqlens[-1])), sum(map(len, steps))
     old = random(1, len(p.tokens))
