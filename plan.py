@@ -213,9 +213,9 @@ class Case:
         # Bytes of one rank's shards in a checkpoint, and between updates, where a reference may wait too.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + 4 * policy.policy * bool(cfg.kl_coef) / self.shards
-        # Responses of a step that one engine makes.
+        # Responses that one engine samples at a time: a step's, and the extra ones of --carry.
         engines = max(self.world // cfg.tp, 1)
-        self.responses = -(-cfg.prompts_per_step // engines) * cfg.samples_per_prompt
+        self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
         # Bytes of one token's keys and values on one rank, which keeps at least one head.
         width = max(policy.kv // cfg.tp, policy.q // policy.heads)
         self.kv_bytes = 2 * policy.layers * width * self.number
@@ -428,12 +428,13 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     read = weights / cfg.tp + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * weights / (cfg.tp * hbm)
+    made = case.responses * cfg.prompts_per_step / (cfg.prompts_per_step + cfg.extra_prompts)  # in a step
     # The backward pass costs two forward passes; recomputed activations cost one more.
     passes = {name: (3 + (case.recompute[name] or 0) / shape.layers) * cfg.passes_per_step
               for name, shape in case.models.items()}
     once = forward["policy"]
     times = {"sync": weights / hbm + (weights / link if case.world > 1 else 0.0),
-             "rollout": max(response * case.responses / batch * decode, longest)}
+             "rollout": max(response * made / batch * decode, longest)}
     if cfg.kl_coef:
         times["ref"] = once
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
