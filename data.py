@@ -94,6 +94,7 @@ class Sample:
     versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
     turns: int = 1  # its texts of the environment, and 1
     turn_start: int = 0  # where its last turn starts in ids
+    env_reward: float | None = None  # from the environment, in place of the grader's; None: it gave none
     advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
     prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
 

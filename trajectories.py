@@ -172,7 +172,7 @@ class Trajectories:
         self.asked = {}  # Key -> trajectory that the environment reads
         self.ended = {}  # Key -> trajectory that ended in this rollout
         self.graded_before = {}  # Key -> trajectory that ended in an earlier one
-        self.replaced = {}  # Key -> reward and reason from the environment
+        self.failures = {}  # Key -> reason why the environment failed
         self.results = {}  # of the grader
 
     def begin(self, prompt_ids: Iterable[int], version: int) -> None:
@@ -237,13 +237,15 @@ class Trajectories:
             s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
         return extended(before, s), self.engine.text_of(np.concatenate([here, s.ids]))
 
-    def _end(self, s, replaced=None):
-        """Give a whole trajectory to the graders. `replaced`: reward and reason that stand in place of the
-        first grader's."""
+    def _fail(self, s, reason):
+        """End a trajectory whose environment failed. Its reward is 0."""
+        self.failures[s.prompt_id, s.sample_id] = reason
+        self._end(s)
+
+    def _end(self, s):
+        """Give a whole trajectory to the graders."""
         key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
         self.ended[key] = s
-        if replaced:
-            self.replaced[key] = replaced
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
@@ -264,10 +266,9 @@ class Trajectories:
         """The trajectory with the environment's text, or None where it ended."""
         failed = isinstance(reply, Grade)
         if failed:
-            return self._end(s, {"reward": 0.0, "reason": reply.reason})
-        if reply.reward is not None:
-            reason = "correct" if reply.reward > 0 else "wrong"
-            self.replaced[s.prompt_id, s.sample_id] = {"reward": reply.reward, "reason": reason}
+            return self._fail(s, reply.reason)
+        if reply.reward is not None:  # kept in the trajectory, which may go on elsewhere
+            s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.engine.cfg.max_turns:
             return self._end(s)
         ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
@@ -275,7 +276,7 @@ class Trajectories:
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
-            return self._end(s, {"reward": 0.0, "reason": "error"})
+            return self._fail(s, "error")
         if len(ids) >= left:  # no room for another turn
             return self._end(replace(s, stopped=False))
         return answered(s, reply.text, ids)
@@ -295,7 +296,12 @@ class Trajectories:
         for key, s in self.ended.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
             first, *others = (self.results[*key, i] for i in range(len(terms)))
-            found[key] = _graded(s, terms, [replace(first, **self.replaced.get(key, {})), *others])
+            if key in self.failures:
+                first = replace(first, reward=0.0, reason=self.failures[key])
+            elif s.env_reward is not None:
+                reason = "correct" if s.env_reward > 0 else "wrong"
+                first = replace(first, reward=s.env_reward, reason=reason)
+            found[key] = _graded(s, terms, [first, *others])
         return [found[key] for key in sorted(found)]
 
 

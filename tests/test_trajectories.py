@@ -234,6 +234,21 @@ def test_turns_and_rounds_go_together(tiny, tmp_path):
         assert content(sum((steps[step][1] for steps, _ in two), [])) == content(one[step][1])
 
 
+def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
+    """It is given after the first turn. The trajectory goes on after that, on other ranks and in later
+    steps."""
+    (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
+                                     "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
+    settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)
+    for world in (1, 2):
+        parts, later = run_ranks(world, sampled, [tiny] * 3, settings), 0
+        for step in range(3):
+            for s in (s for steps, _ in parts for s in steps[step][1] if s.turns == 2):
+                assert s.reward == 0.75 and s.reason == "correct"
+                later += len(set(s.token_versions.tolist())) > 1
+        assert later > 0
+
+
 # --- data and files
 
 
