@@ -16,7 +16,12 @@ Prompts are padded on the left so that they end in one column. So at each step a
     column      0 1 2 3 4 5
     prompt A    p q r s a b      the dots are padding, which `allowed` masks
     prompt B    . . t u x y
+
+With --round_len the cache of the last round stays. A response that goes on here needs a copy of its row and
+no second prefill; one that came from another rank is prefilled.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -37,6 +42,7 @@ class Cache:
         device are those of `like`."""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # where a decoding step writes
+        self.end = self.width + steps - 1  # columns in use after the last step, which writes none
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
         # Zeros: masked values still enter sums, as 0 times what is there. New memory may hold NaN.
@@ -65,6 +71,13 @@ class Cache:
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
+
+    def copy_rows(self, rows: Tensor, other: Cache, other_rows: Tensor, length: int) -> None:
+        """Fill `rows` (n,) with the last `length` columns of another cache's rows (n,), after its last step.
+        Afterwards these columns end before the last prompt column."""
+        end = self.width - 1
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine[:, rows, :, end - length:end] = theirs[:, other_rows, :, other.end - length:other.end]
 
     def compact(self, parents: Tensor) -> Tensor:
         """Compact the cache to the sorted rows `parents` (n,), which may repeat. Returns their new indices
@@ -157,6 +170,7 @@ class TorchEngine(Engine):
         self.decoder = FusedDecoder(self.policy)
         self.eos_tensor = self._tensor(sorted(self.eos))
         self.may_stop = self._tensor(_may_stop(tokenizer, self.config.vocab_size, cfg.stop))
+        self.kept = {}  # tokens of a response that the last round left unfinished -> its cache and row there
         self.ledger.end()
 
     def load(self, weights):
@@ -166,27 +180,32 @@ class TorchEngine(Engine):
                 parameters[name].copy_(tensor)
         self.ledger.mark("sync")
 
+    def unload(self):
+        self.kept = {}
+
     @torch.inference_mode()
     def generate(self, prompts, n, temperature, max_tokens, key, version):
         self.check(version)
         longest_first = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
         limits = self.response_limits(prompts, max_tokens)
         responses = [(prompt_id, i) for prompt_id in longest_first for i in range(n)]
+        kept, self.kept = self.kept, {}
         for start in range(0, len(responses), self.cfg.max_num_seqs):
             wave = responses[start:start + self.cfg.max_num_seqs]
-            yield from self._wave(wave, prompts, temperature, limits, key)
+            yield from self._wave(wave, prompts, temperature, limits, key, kept)
 
-    def _wave(self, wave, prompts, temperature, limits, key):
+    def _wave(self, wave, prompts, temperature, limits, key, kept):
         """Decode the responses (prompt_id, sample_id) of `wave` together, and yield each when it ends.
-        `where` (B,) is the cache row of each response that is still running."""
+        `where` (B,) is the cache row of each response that is still running. `kept`: self.kept of the round
+        before."""
         limit = self._tensor([limits[p] for p, _ in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *response), steps) for response in wave]))
-        cache, where, hidden = self._prefill([p for p, _ in wave], prompts, steps)
         lengths = self._tensor([len(prompts[p]) for p, _ in wave])
+        self.decoder.prepare(int(lengths.max()) + steps)
+        cache, where, hidden = self._prefill([tuple(prompts[p]) for p, _ in wave], steps, kept)
         ids = torch.zeros(len(wave), steps, dtype=torch.int32, device=self.device)
         logp = torch.zeros(len(wave), steps, device=self.device)
-        self.decoder.prepare(int(lengths.max()) + steps)
         for t in range(steps):
             logits = self.policy.lm_head.logits(hidden)
             token, ids_logp = sample_token(logits[where], draws[:, t], temperature)
@@ -194,6 +213,8 @@ class TorchEngine(Engine):
             stopped = self._stopped(token, ids, t)
             ended = stopped | (limit == t + 1)
             done = ended.nonzero()[:, 0].tolist()
+            if self.cfg.round_len and t == steps - 1:
+                self._keep(wave, prompts, ids, cache, where, stopped)
             if done:
                 columns = (x[done].cpu().numpy() for x in (ids[:, :t + 1], logp[:, :t + 1], stopped))
                 for j, *sampled in zip(done, *columns, strict=True):
@@ -214,17 +235,26 @@ class TorchEngine(Engine):
             of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
             hidden = self.decoder.step(*of_row, cache)
 
-    def _prefill(self, prompt_ids, prompts, steps):
-        """A cache with the distinct prompts of `prompt_ids`; the row of each prompt_id; the rows' last hidden
-        states (R, D). Prompts are computed in packs of about pack_len tokens."""
-        distinct = list(dict.fromkeys(prompt_ids))
-        lengths = self._tensor([len(prompts[p]) for p in distinct])
-        cache = Cache(self.config, len(prompt_ids), lengths, steps, self.policy.lm_head.weight)
-        rows = torch.arange(len(distinct), device=self.device)
-        last = []
-        for row in rows.split(max(1, self.cfg.pack_len // cache.width)):
+    def _keep(self, wave, prompts, ids, cache, where, stopped):
+        """After the last step: remember the rows of the responses that did not stop."""
+        for (p, _), response, row, ended in zip(wave, ids.tolist(), where.tolist(), stopped.tolist(),
+                                                strict=True):
+            if not ended:
+                self.kept[*prompts[p], *response] = cache, row
+
+    def _prefill(self, prompts, steps, kept):
+        """A cache with the distinct ones of `prompts` (tuples of tokens); the row of each; the rows' last
+        hidden states (R, D). Rows in `kept` are copied. The others are computed in packs of about pack_len
+        tokens."""
+        distinct = sorted(dict.fromkeys(prompts), key=lambda p: p not in kept)  # those in `kept` first
+        lengths = self._tensor([len(p) for p in distinct])
+        cache = Cache(self.config, len(prompts), lengths, steps, self.policy.lm_head.weight)
+        copied = sum(p in kept for p in distinct)
+        last = [self._copy([kept[p] for p in distinct[:copied]], distinct[:copied], lengths[:copied], cache)]
+        rows = torch.arange(copied, len(distinct), device=self.device)
+        for row in rows.split(max(1, self.cfg.pack_len // cache.width)) if len(rows) else ():
             length = lengths[row]
-            tokens = self._tensor([i for r in row.tolist() for i in prompts[distinct[r]]])
+            tokens = self._tensor([i for r in row.tolist() for i in distinct[r]])
             ends = length.cumsum(0)
             position = torch.arange(len(tokens), device=self.device)
             position = position - (ends - length).repeat_interleave(length)
@@ -235,7 +265,22 @@ class TorchEngine(Engine):
             last.append(hidden[ends - 1])
         cache.prefill = None
         row_of = {p: row for row, p in enumerate(distinct)}
-        return cache, self._tensor([row_of[p] for p in prompt_ids]), torch.cat(last)
+        return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
+
+    def _copy(self, sources, prompts, lengths, cache):
+        """Fill the first rows of `cache` from `sources`, (cache, row) of each, and decode the last token of
+        their prompts, which is in no cache yet. Returns the last hidden states (len(sources), D)."""
+        hidden = self.policy.lm_head.weight.new_empty(0, self.config.hidden_size)
+        if not sources:
+            return hidden
+        for other in dict.fromkeys(old for old, _ in sources):
+            rows = self._tensor([i for i, (old, _) in enumerate(sources) if old is other])
+            theirs = self._tensor([row for old, row in sources if old is other])
+            cache.copy_rows(rows, other, theirs, int(lengths[rows].max()) - 1)
+        count, cache.rows, cache.column = cache.rows, len(sources), cache.width - 1
+        hidden = self.decoder.step(self._tensor([p[-1] for p in prompts]), lengths - 1, cache)
+        cache.rows = count
+        return hidden
 
     def _stopped(self, token, ids, t):
         """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end

@@ -45,8 +45,7 @@ class Cost:
     """Seconds that an engine takes."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step: (responses, cached tokens)
-    prefill: float  # of a token that is read again
-    rereads_all: bool  # at each round all tokens; otherwise those of trajectories that moved
+    prefill: float  # of a token that is read again: after new weights, and after a move
     round: float = 0.0  # of a round, beside that
     cores: float = math.inf  # engines that run at full speed at once
 
@@ -92,6 +91,7 @@ class Simulation:
     def step(self, step: int) -> dict[str, float]:
         """Seconds, idle share, staleness and tokens of the step's rollout."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
+        moved = set(self.going)  # what was carried is read again, by the step's weights
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -101,7 +101,7 @@ class Simulation:
         held = [keys[r::self.engines] for r in range(self.engines)]
         if not cfg.round_len:
             held = [[k for k in keys if k[0] % self.engines == r] for r in range(self.engines)]
-        seconds, busy, moved = 0.0, 0.0, set()
+        seconds, busy = 0.0, 0.0
         while True:
             each = [self._round(of_engine, moved, step) for of_engine in held]
             seconds += together(each, self.cost.cores) + self.cost.round
@@ -135,7 +135,7 @@ class Simulation:
         context = np.array([self.prompt + had for _, had, _ in of])
         for key, count, was in zip(keys, segment.tolist(), context.tolist(), strict=True):
             trajectory = self.going[key]
-            if self.cost.rereads_all or key in moved:
+            if key in moved:
                 reread += was
             trajectory[0] -= count
             trajectory[1] += count
@@ -178,7 +178,7 @@ def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     def step(running, cached):
         return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)
 
-    return cfg, Cost(step, 2 * params / flops, rereads_all=False, round=0.1)
+    return cfg, Cost(step, 2 * params / flops, round=0.1)
 
 
 SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}  # parameters, KV bytes
@@ -321,7 +321,7 @@ def cpu_cost(model: Path) -> Cost:
     # Relative errors count: the tail is many steps of few responses.
     a, b, c = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
     return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill / 128 / 100,
-                rereads_all=True, round=0.01, cores=os.cpu_count())
+                round=0.01, cores=os.cpu_count())
 
 
 def lengths_of(rule_out: Path) -> list[list[int]]:

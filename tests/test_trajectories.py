@@ -28,6 +28,7 @@ from log import read_metrics
 from trajectories import moves, stop_across
 
 PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
+BFLOAT16 = 2 ** -7  # exports are rounded to bfloat16, where rounding errors may become a whole unit
 ANSWER = '''
 def answer(problem, text, turn):
     """A text of several tokens, twice."""
@@ -301,7 +302,7 @@ def test_a_carrying_run_is_the_same_on_any_number_of_ranks(carrying, whole, tmp_
         for a, b in zip(maths(rows), maths(other_rows), strict=True):
             a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))  # of packs
             assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-        assert all(torch.allclose(weights[name], other[name], atol=1e-5) for name in weights)
+        assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
 
 
 @pytest.mark.parametrize("world", [2, 1])
@@ -346,4 +347,4 @@ def test_ppo_learns_from_carried_trajectories_too(base, tmp_path):
     for a, b in zip(maths(rows), maths(other_rows), strict=True):
         a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
-    assert all(torch.allclose(weights[name], other[name], atol=1e-5) for name in weights)
+    assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
