@@ -1,6 +1,7 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests. It needs no vLLM.
 
-Responses are decoded in waves of at most `max_num_seqs`, longest prompts first. A row of the batch is a
+Responses are decoded in waves of at most `max_num_seqs`, longest prompts first; much shorter prompts, if they
+are many, are a wave of their own. A row of the batch is a
 *prefix*, and responses that are equal so far share a row. All samples of a prompt start in one row; they part
 where their tokens differ. Rows of finished responses are dropped. With two samples of prompt `p q` and one of
 `r`:
@@ -23,6 +24,7 @@ no second prefill; one that came from another rank is prefilled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,7 @@ class Cache:
         return parents.masked_scatter(~stays, target)
 
 
+STEP_COST = 50_000  # what a decoding step costs beside attention, in cached tokens that attention reads
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers FusedDecoder knows
 
 
@@ -190,8 +193,9 @@ class TorchEngine(Engine):
         limits = self.response_limits(prompts, max_tokens)
         responses = [(prompt_id, i) for prompt_id in longest_first for i in range(n)]
         kept, self.kept = self.kept, {}
-        for start in range(0, len(responses), self.cfg.max_num_seqs):
-            wave = responses[start:start + self.cfg.max_num_seqs]
+        lengths = [len(prompts[prompt_id]) for prompt_id, _ in responses]
+        for start, end in waves(lengths, self.cfg.max_num_seqs):
+            wave = responses[start:end]
             yield from self._wave(wave, prompts, temperature, limits, key, kept)
 
     def _wave(self, wave, prompts, temperature, limits, key, kept):
@@ -296,6 +300,20 @@ class TorchEngine(Engine):
 
     def _tensor(self, values):
         return torch.tensor(values, device=self.device)
+
+
+def waves(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each wave of at most `most` responses. `lengths`: of their prompts, falling. All rows
+    of a wave are as long as its first. So a wave ends before a prompt of less than half that length, if the
+    padding of what follows would cost more than steps of its own."""
+    start = 0
+    for i in range(1, len(lengths)):
+        padding = min(len(lengths) - i, most - (i - start)) * (lengths[start] - lengths[i])
+        if i - start == most or (2 * lengths[i] < lengths[start] and padding > STEP_COST):
+            yield start, i
+            start = i
+    if lengths:
+        yield start, len(lengths)
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
