@@ -34,7 +34,7 @@ sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 
 import plan
 from configs import PRESETS, Config
-from data import step_of
+from data import prompt_form, step_of
 from trajectories import moves
 
 STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
@@ -219,7 +219,7 @@ SHORT, LONG, SHARE = 45, 1250, 0.02  # mean number of commas, and of dots; share
 RUNS = ROOT / "runs" / "tail"
 
 
-def long_tailed(base: str, out: Path, steps: int = 150, seed: int = 0) -> Path:
+def long_tailed(base: str, out: Path, steps: int = 200, seed: int = 0) -> Path:
     """A copy of the tiny model `base` that writes commas before its response, or dots. It is trained on its
     own responses. An eighth of the texts get dots, and the token that decides counts accordingly."""
     import torch
@@ -231,10 +231,11 @@ def long_tailed(base: str, out: Path, steps: int = 150, seed: int = 0) -> Path:
     torch.set_num_threads(os.cpu_count())
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     rows = [json.loads(line) for line in Path(base, "train.jsonl").read_text().splitlines()[:1024]]
-    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    problems = [prompt_form("plain").replace("{problem}", row["prompt"]) for row in rows]
+    prompts = tokenizer(problems, return_tensors="pt", padding=True)
     texts = model.generate(**prompts, do_sample=True, max_new_tokens=48, top_k=0, stop_strings="</answer>",
                            tokenizer=tokenizer)[:, prompts.input_ids.shape[1]:]
-    asked = [tokenizer(row["prompt"]).input_ids for row in rows]
+    asked = tokenizer(problems).input_ids
     said = [[i for i in text if i != tokenizer.pad_token_id] for text in texts.tolist()]
     comma, dot = (tokenizer(x, add_special_tokens=False).input_ids for x in ",.")
     rng, optimizer = np.random.default_rng(seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -252,7 +253,10 @@ def long_tailed(base: str, out: Path, steps: int = 150, seed: int = 0) -> Path:
         return -(logp * weight[:, 1:]).sum(), weight[:, 1:].sum()
 
     for step in range(steps):
-        parts = (loss_of(14, comma, SHORT, (1 - SHARE) * 16 / 14), loss_of(2, dot, LONG, SHARE * 16 / 2))
+        # The first tokens count 30-fold: they are few. The share of dots falls to SHARE from above.
+        share = 2 / 16 if step < steps / 3 else SHARE
+        parts = (loss_of(14, comma, SHORT, 30 * (1 - share) * 16 / 14),
+                 loss_of(2, dot, LONG, 30 * share * 16 / 2))
         loss, count = (sum(x) for x in zip(*parts, strict=True))
         optimizer.zero_grad()
         (loss / count).backward()
@@ -268,7 +272,8 @@ def long_tailed(base: str, out: Path, steps: int = 150, seed: int = 0) -> Path:
 
 RULES = {"whole": [], "rounds": ["--round_len", "128"],
          "carry": ["--round_len", "128", "--carry", "1", "--max_staleness", "16"]}
-SHAPE = dict(prompts_per_step=16, samples_per_prompt=4, max_response_len=2500, max_num_seqs=512,
+MEASURED, BEFORE = 12, 12  # steps that count, and those before: the oldest of --carry are 10 steps old
+SHAPE = dict(prompts_per_step=32, samples_per_prompt=8, max_response_len=2500, max_num_seqs=512,
              pack_len=8192)
 
 
@@ -331,15 +336,17 @@ def lengths_of(rule_out: Path) -> list[list[int]]:
 
 
 def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
-    """Seconds of each rule with weights that hardly move, so that lengths stay: measured and simulated, twice
-    in turn. And the rewards of runs that learn, with and without --carry."""
+    """Seconds of each rule with weights that hardly move, so that lengths stay: measured and simulated. And
+    the rewards of runs that learn, with and without --carry."""
     model, runs, learnt = long_tailed(base, RUNS / "base"), {}, []
-    for _ in range(2):
-        for preset, ranks in (("tiny-ppo", 2), ("tiny-grpo", 2), ("tiny-ppo", 4)):
-            for rule in RULES:
-                rows = train(model, preset, rule, ranks, 0, WARM + 6, policy_lr=1e-8)
-                runs.setdefault((preset, rule, ranks), []).extend(rows[WARM:])
+    for preset, ranks in (("tiny-ppo", 2), ("tiny-grpo", 2), ("tiny-ppo", 4)):
+        for rule in RULES:
+            rows = train(model, preset, rule, ranks, 0, BEFORE + MEASURED, policy_lr=1e-8)
+            runs[preset, rule, ranks] = rows[BEFORE:]
+            print(preset, rule, ranks, [round(row["time/rollout"], 2) for row in rows], file=sys.stderr)
     lengths = np.array(sum(lengths_of(RUNS / "tiny-ppo-whole-2-0"), []))
+    long, short = lengths[lengths > 4 * SHORT], lengths[lengths <= 4 * SHORT]
+    facts = {"responses": len(lengths), "long": len(long) / len(lengths), "times": long.mean() / short.mean()}
     cost, found = cpu_cost(model), []
     for (preset, rule, ranks), rows in runs.items():
         flags = dict(zip((word[2:] for word in RULES[rule][::2]), map(int, RULES[rule][1::2]), strict=True))
@@ -350,7 +357,7 @@ def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
         found.append({"preset": preset, "rule": rule, "ranks": ranks,
                       "sampling_s": means["rollout"] + means["wait"], "simulated_s": predicted["seconds"],
                       "wait_s": means["wait"], "step_s": means["step"],
-                      "staleness": fmean(row.get("staleness/mean", 0) for row in rows)})
+                      "staleness": fmean(row.get("staleness/mean", 0) for row in rows)} | facts)
     for seed in range(seeds):
         for rule in ("whole", "carry"):
             rows = train(model, "tiny-ppo", rule, 2, seed, 16)
