@@ -29,10 +29,14 @@ def main() -> None:
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
+    # Engine and trainer round differently: at 7B others found gaps of 0.032 nats (root mean square; about
+    # 0.026 in the mean) with vLLM's bf16 head. Stale weights or another temperature give 0.1 and more.
+    # Asleep, vLLM keeps its CUDA graphs and kernels: 0.5 GiB outside its pool at 7B, 0.8 to 1.0 in all on a
+    # driver that only counts, and NCCL's buffers on several GPUs. What grows from step to step is a leak.
     at_most = {  # demand: (found, bound)
-        "GiB that the sleeping engine holds, largest": (max(residual), 1.0),
+        "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),
-        "mean |engine - trainer| log-prob, nats": (statistics.mean(values("logp_gap/mean")), 0.02),
+        "mean |engine - trainer| log-prob, nats": (statistics.mean(values("logp_gap/mean")), 0.03),
         "seconds to wake, sync and sleep, median": (statistics.median(seconds), 3.0),
     }
     found = [("steps trained (at least)", len(rows), args.steps, len(rows) >= args.steps)]
