@@ -6,7 +6,7 @@
 
 A run that is in bench/results/ablations.jsonl is not made again, so the same command goes on where it was
 interrupted. Seed 0 of everything comes first, then seed 1. `--part core` is what decides most claims, `all`
-the whole matrix, `power` ten seeds of both references, and `stability` thirty of them on the first task.
+the whole matrix, `power` ten seeds of both references, and `stability` thirty of them on the hardest task.
 
 A variant is compared with its reference on the same seeds: the difference of held-out accuracy after the last
 step, its mean over the seeds, and a 95 % interval (Student's t). All runs of a task start from one base
@@ -23,9 +23,11 @@ import math
 import multiprocessing as mp
 import os
 import random
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import wait
@@ -43,18 +45,19 @@ import engine_torch
 import grpo
 import ppo
 import train
-from configs import PRESETS, Config, UserError, require, user_errors
+from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
 from log import read_metrics
 from tiny import VERSION, build
 
 RESULTS = ROOT / "bench/results"
 VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
 STEPS = 30
+HARDEST = "think"  # of the tasks that are learnt in so many steps
 TASKS = {  # flags of a task's runs, and the reward that counts as reached
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
     "product": (dict(max_response_len=72), 0.3),
-    "countdown": (dict(max_response_len=112), 0.3),
+    "countdown": (dict(max_response_len=112), 0.1),
 }
 REFERENCE = replace(
     PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
@@ -190,6 +193,7 @@ CORE = {  # the most decisive first
     "rloo": recipe("rloo-7b"),
     "orz-grpo": recipe("orz-7b-grpo"),
     "reinforce++": recipe("reinforce++-7b"),
+    "reinforce++-baseline": recipe("reinforce++-baseline-7b", kl_coef=0.001, kl_estimator="k2"),
     "grpo-4": Variant("grpo-4"),
     "grpo-4-clip-0.28": Variant("grpo-4", dict(clip_high=0.28)),
     "gspo": recipe("gspo-7b", "grpo-4"),
@@ -217,7 +221,6 @@ def matrix() -> dict[str, Variant]:
     found |= {"critic-4": Variant("ppo", dict(critic_updates=4)),
               "no-value-clip": Variant("ppo", dict(value_clip=None)),
               "critic-warm-up": Variant("ppo", dict(freeze_policy_steps=3)),
-              "reinforce++-baseline": recipe("reinforce++-baseline-7b", kl_coef=0.001, kl_estimator="k2"),
               "scale-rl": recipe("scale-rl-7b", "grpo-4")}
     parts = dict(clip_high=0.2, aggregation="response", resample_rounds=0, overlong_buffer=0)
     found |= {f"dapo-without-{name}": Variant("grpo-4", DAPO | {name: x}) for name, x in parts.items()}
@@ -251,11 +254,15 @@ def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
                    data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",))
 
 
+NO_CHANGE = ("recompute",)  # settings that change the speed of a run, not its numbers
+
+
 def key_of(cfg: Config, variant: Variant) -> str:
     """Hash of what decides a run: the settings that are not defaults, and the change of the code. The paths
     don't count, and a setting that is new in configs.py changes nothing."""
     default = asdict(Config())
-    settings = {name: value for name, value in asdict(cfg).items() if value != default[name]}
+    settings = {name: value for name, value in asdict(cfg).items()
+                if value != default[name] and name not in NO_CHANGE}
     settings |= {"model": VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
     change = (variant.patch.__name__ if variant.patch else "", variant.args)
     text = json.dumps([settings, change], default=str, sort_keys=True)
@@ -305,11 +312,11 @@ def figures(out: Path) -> dict[str, Any]:
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
     alarms = out / "alarms.jsonl"
-    texts = [json.loads(line)["text"] for line in alarms.open()] if alarms.is_file() else []
+    alarms = [(row["step"], row["text"]) for row in read_jsonl(alarms)] if alarms.is_file() else []
     curves = {name: [round(r.get(metric, 0.0), 4) for r in steps] for metric, name in KEPT.items()}
     finished = len(accuracy) > 1
     return {"base": accuracy[0] if accuracy else None, "accuracy": accuracy[-1] if finished else None,
-            **curves, "alarms": texts[:10]}
+            **curves, "alarms": alarms[:20]}
 
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
@@ -374,13 +381,24 @@ def last(values: Sequence[float], n: int = 5) -> float:
     return fmean(values[-n:]) if values else math.nan
 
 
+def means_of_five(row: dict) -> list[float]:
+    """Mean rewards of five steps each, from every step on that four others follow."""
+    rewards = row["rewards"]
+    return [fmean(rewards[i:i + 5]) for i in range(len(rewards) - 4)]
+
+
 def collapsed(row: dict) -> bool:
     """Whether a run stopped itself, or lost half of the best reward that it had, in means of five steps."""
-    rewards = row["rewards"]
-    if row["accuracy"] is None or len(rewards) < 5:
-        return True
-    best = max(fmean(rewards[i:i + 5]) for i in range(len(rewards) - 4))
-    return last(rewards) < best / 2
+    means = means_of_five(row)
+    return row["accuracy"] is None or not means or means[-1] < max(means) / 2
+
+
+def alarms_before(row: dict) -> list[str]:
+    """The alarms up to the step at which a run had lost half of its best reward for good, or all of them."""
+    means = means_of_five(row)
+    high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
+    lost = high[-1] + 5 if collapsed(row) and high else STEPS
+    return [text for step, text in row["alarms"] if step <= lost]
 
 
 def steps_to(row: dict, threshold: float) -> int:
@@ -520,6 +538,55 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
     return table(head, rows)
 
 
+RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline",
+           "grpo-4", "gspo", "cispo", "dapo")  # as in the presets; from grpo-4 on four updates a step
+
+
+def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
+    """One row a task and recipe: its accuracy, and the recipes from which it differs by more than the 95 %
+    interval. Below it, how many pairs do."""
+    rows, notes = [], []
+    for task in tasks:
+        there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
+        gaps = {(a, b): difference(runs, task, a, b) for a in there for b in there if a != b}
+        told = {pair for pair, gap in gaps.items() if gap and verdict(gap, 1) != "can't tell"}
+        for a in there:
+            found = estimate([MEASURES["accuracy"](row, task) for row in runs[task, a].values()])
+            higher, lower = (", ".join(b for b in there if (a, b) in told and gaps[a, b].mean * sign > 0)
+                             for sign in (1, -1))
+            rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
+        pairs = len(gaps) // 2
+        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ; {pairs / 20:.0f} would by chance.")
+    head = ("task", "recipe", "seeds", "accuracy", "higher than", "lower than")
+    return [*table(head, rows), "", *notes]
+
+
+def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
+    """One row a task and recipe with 20 seeds or more: how often it collapsed, and what the alarms said
+    before."""
+    rows = []
+    for task in tasks:
+        for name in ("grpo", "ppo"):
+            found = list(runs.get((task, name), {}).values())
+            if len(found) < 20:
+                continue
+            lost = [row for row in found if collapsed(row)]
+            kept = [row for row in found if not collapsed(row)]
+            rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
+    head = ("task", "recipe", "seeds", "collapsed", "alarms before", "alarms of the others")
+    return table(head, rows) if rows else ["Not run."]
+
+
+def alarm_kinds(rows: Sequence[dict]) -> str:
+    """The most frequent kinds of `alarms_before`, with the number of runs that had them. The words up to the
+    first comma or semicolon tell an alarm's kind, without their numbers."""
+    kinds = Counter()
+    for row in rows:
+        kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
+    most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:4]
+    return ", ".join(f"{kind} ({n})" for kind, n in most) or "–"
+
+
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
     """Each task's noise: deviations of a recipe over seeds, and of paired differences to it."""
     rows = []
@@ -541,8 +608,10 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
     return table(head, rows)
 
 
-def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], planned: int, made: int) -> str:
+def report(runs: Runs) -> str:
     """The text of ablations.md."""
+    tasks, variants = tasks_of(runs), matrix()
+    planned, made = 5 * len(TASKS) * len(variants), sum(seed < 5 for seeds in runs.values() for seed in seeds)
     rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
             for task in tasks}
     base = ", ".join(f"{task} {fmean(r['base'] for r in found if r['base'] is not None):.3f}"
@@ -559,6 +628,11 @@ def report(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], plann
         "rewards are below half of its best. Rewards, and the steps to one, count wrong grades as given.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "", *claims_table(runs, tasks), "",
+        "## Recipes against one another", "",
+        "The GRPO family with the reference's other settings, and PPO; means with 95 % intervals. Those from "
+        "grpo-4 on make four updates a step, the others one. Pairs of equal seeds are compared.", "",
+        *recipes_table(runs, tasks), "",
+        "## Stability", "", *stability_table(runs, tasks), "",
         "## Noise, and the seeds that show a difference of 2 points", "", *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
@@ -602,10 +676,10 @@ def weights_of(base: str) -> str:
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
-def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str]) -> Runs:
+def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
     """The finished runs of these keys, (task, variant, seed) -> settings, from base models with these
-    weights; without weights of a task, from those of its newest run."""
-    files = [file for file in (VARIED, RESULTS / "ablations.jsonl") if file.is_file()]
+    weights; without weights of a task, from those of its newest run. vary: those of --vary too."""
+    files = [file for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] if file.is_file()]
     rows = [json.loads(line) for file in files for line in file.open()]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -637,11 +711,14 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
     return {n: v for n, v in variants.items() if not args.only or n in args.only}, args.seeds
 
 
+def tasks_of(runs: Runs) -> list[str]:
+    """The tasks that have runs."""
+    return [task for task in TASKS if any(t == task for t, _ in runs)]
+
+
 def write(runs: Runs) -> None:
     """Write the committed tables and the figure, of all tasks that have runs."""
-    tasks, variants = [task for task in TASKS if any(t == task for t, _ in runs)], matrix()
-    made = sum(seed < 5 for seeds in runs.values() for seed in seeds)
-    text = report(runs, tasks, variants, 5 * len(TASKS) * len(variants), made)
+    tasks, variants, text = tasks_of(runs), matrix(), report(runs)
     (RESULTS / "ablations.md").write_text(text)
     facts = [{"task": task, "claim": c._asdict(), "difference": found and found._asdict()}
              for c in CLAIMS for task in tasks
@@ -664,29 +741,35 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
+    """(task, variant, seed) -> settings and variant of all runs that may be made; seed 0 of everything first.
+    base: task -> folder of its base model."""
+    return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
+            for seed in range(30) for task in TASKS for name, variant in variants.items()}
+
+
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
     """Make the wanted runs that are not made yet, two at a time; returns all runs of the plan."""
     base = {task: build(f"{args.base}-{task}", task=task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
-    runs, waiting = read_runs(keys, weights), []
+    runs, waiting = read_runs(keys, weights, bool(args.vary)), []
     for (task, name, seed), (cfg, variant) in plan.items():
         if name in wanted and task in base and seed < seeds and seed not in runs.get((task, name), {}):
             row = dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed],
                        weights=weights[task])
             waiting.append((row, cfg, variant))
     train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
-    return read_runs(keys, weights)
+    return read_runs(keys, weights, bool(args.vary))
 
 
 def main() -> None:
     args = parse_args()
     wanted, seeds = chosen(args)
-    args.tasks = args.tasks[:1] if args.part == "stability" else args.tasks
+    args.tasks = [HARDEST] if args.part == "stability" else args.tasks
     base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
-    plan = {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
-            for seed in range(30) for task in TASKS for name, variant in (matrix() | wanted).items()}
+    plan = plan_of(matrix() | wanted, base)
     keys = {name: key_of(*run) for name, run in plan.items()}
-    runs = read_runs(keys, {}) if args.report else make_runs(args, plan, keys, wanted, seeds)
+    runs = read_runs(keys, {}, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
     if args.vary:
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
