@@ -191,7 +191,8 @@ def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Pr
 
 def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, Any]:
     """A sample as a row of samples/*.jsonl and eval/*.jsonl. With a tokenizer (--save_logps) the row has the
-    response's tokens, as ids and as texts, and their log-probs from the engine, rounded to 4 digits."""
+    response's tokens, as ids and as texts, and their log-probs from the engine, rounded to 4 digits: null for
+    tokens of an environment."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
@@ -199,7 +200,8 @@ def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, 
     if tokenizer:
         ids = s.ids.tolist()
         row |= dict(ids=ids, texts=tokenizer.batch_decode([[i] for i in ids]),
-                    logps=[round(x, 4) for x in s.logp.tolist()])
+                    logps=[round(x, 4) if of_policy else None
+                           for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)])
     return row
 
 
