@@ -190,6 +190,7 @@ CORE = {  # the most decisive first
     "lam-0.95": Variant("ppo", dict(lam=0.95)),
     "kl-loss-0.1": Variant("ppo", dict(kl_coef=0.1)),
     "critic-1": Variant("ppo", dict(critic_updates=1)),
+    "critic-warm-up": Variant("ppo", dict(freeze_policy_steps=3)),
     "dr-grpo": recipe("dr-grpo-7b"),
     "rloo": recipe("rloo-7b"),
     "orz-grpo": recipe("orz-7b-grpo"),
@@ -221,7 +222,6 @@ def matrix() -> dict[str, Variant]:
             found[f"kl-{place}-{x}"] = Variant("ppo", dict(kl_coef=x, kl_in=place))
     found |= {"critic-4": Variant("ppo", dict(critic_updates=4)),
               "no-value-clip": Variant("ppo", dict(value_clip=None)),
-              "critic-warm-up": Variant("ppo", dict(freeze_policy_steps=3)),
               "scale-rl": recipe("scale-rl-7b", "grpo-4")}
     parts = dict(clip_high=0.2, aggregation="response", resample_rounds=0, overlong_buffer=0)
     found |= {f"dapo-without-{name}": Variant("grpo-4", DAPO | {name: x}) for name, x in parts.items()}
