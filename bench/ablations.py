@@ -312,8 +312,7 @@ def figures(out: Path) -> dict[str, Any]:
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
-    alarms = out / "alarms.jsonl"
-    alarms = [(row["step"], row["text"]) for row in read_jsonl(alarms)] if alarms.is_file() else []
+    alarms = [(row["step"], row["text"]) for row in read_jsonl(out / "alarms.jsonl")]
     curves = {name: [round(r.get(metric, 0.0), 4) for r in steps] for metric, name in KEPT.items()}
     finished = len(accuracy) > 1
     return {"base": accuracy[0] if accuracy else None, "accuracy": accuracy[-1] if finished else None,
@@ -682,8 +681,7 @@ def weights_of(base: str) -> str:
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
     """The finished runs of these keys, (task, variant, seed) -> settings, from base models with these
     weights; without weights of a task, from those of its newest run. vary: those of --vary too."""
-    files = [file for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] if file.is_file()]
-    rows = [json.loads(line) for file in files for line in file.open()]
+    rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
         name = row["task"], row["variant"], row["seed"]
@@ -737,14 +735,21 @@ def write(runs: Runs) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="core", choices=("core", "all", "power", "stability"))
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant and task")
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, help=f"default: all; stability: {HARDEST}")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, compared with the reference")
     parser.add_argument("--report", action="store_true", help="make no runs")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
-    return parser.parse_args()
+    args = parser.parse_args()
+    require(1 <= args.seeds <= 30, f"--seeds {args.seeds}", "1 to 30")
+    require(args.jobs >= 1, f"--jobs {args.jobs}", "1 or more")
+    known = matrix() if args.part == "all" else CORE
+    unknown = sorted(set(args.only or ()) - known.keys())
+    require(not unknown, f"--only {' '.join(unknown)} with --part {args.part}", f"some of {', '.join(known)}")
+    args.tasks = args.tasks or ([HARDEST] if args.part == "stability" else list(TASKS))
+    return args
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
@@ -771,7 +776,6 @@ def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, se
 def main() -> None:
     args = parse_args()
     wanted, seeds = chosen(args)
-    args.tasks = [HARDEST] if args.part == "stability" else args.tasks
     base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
     plan = plan_of(matrix() | wanted, base)
     keys = {name: key_of(*run) for name, run in plan.items()}
@@ -780,6 +784,7 @@ def main() -> None:
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
     else:
+        require(bool(runs), "no runs with these settings", "python bench/ablations.py")
         write(runs)
 
 

@@ -18,7 +18,7 @@ import ppo
 import tiny as demo
 import train
 from bench import ablations
-from configs import UserError
+from configs import UserError, read_jsonl
 from data import Sample
 
 
@@ -139,7 +139,7 @@ def test_recipes_differ_by_more_than_their_intervals():
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
     """All of them were made with the settings of now. Otherwise: python bench/ablations.py"""
-    rows = [json.loads(line) for line in (ablations.RESULTS / "ablations.jsonl").open()]
+    rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
     plan = ablations.plan_of(ablations.matrix(), dict.fromkeys(ablations.TASKS, "base"))
     runs = ablations.read_runs({name: ablations.key_of(*run) for name, run in plan.items()}, {})
     assert sum(map(len, runs.values())) == len(rows) > 300
