@@ -1,5 +1,9 @@
 """Models on packs: parity with Hugging Face's own classes, no leaks between segments, memory, loading."""
 
+import json
+from itertools import accumulate
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +18,6 @@ from transformers.models.qwen2 import modeling_qwen2
 import data
 import model
 import plan
-from bench.limits import peak_memory
 from configs import UserError
 
 
@@ -254,7 +257,7 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
         assert (x.grad - y.grad).abs().max() < 1e-4
 
 
-def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch):
+def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
     """Four times the tokens take no more memory, and no more than plan.py counts. All logits at once would
     take 0.3 and 1.3 GB."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 40 * 2**20)
@@ -268,11 +271,22 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch):
             (logp + entropy).sum().backward()
 
         work()  # the first pass allocates memory that stays
-        return peak_memory(work, torch.device("cpu"))
+        return peak_allocated(work, tmp_path / "trace.json")
 
     few, many = peak(4096), peak(16384)
-    assert 0.9 * chunk < few < plan.CHUNKS_ALIVE * chunk + 2**24
-    assert many < plan.CHUNKS_ALIVE * chunk + 2**24 and abs(many - few) < chunk / 2
+    assert 0.9 * chunk < few < plan.CHUNKS_ALIVE * chunk + 2**22
+    assert many < plan.CHUNKS_ALIVE * chunk + 2**22 and abs(many - few) < chunk / 100
+
+
+def peak_allocated(f, trace: Path) -> int:
+    """Most bytes of tensors that f() allocates and holds at a time, by torch's profiler. The kernel's count
+    of the process's memory varies by a chunk from pass to pass."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        f()
+    profile.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    return max(accumulate(e["args"]["Bytes"] for e in events if e["name"] == "[memory]"))
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):
