@@ -65,6 +65,20 @@ def check_ranks(cfg: Config, ranks: int) -> None:
             f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
 
 
+def check_compile(cfg: Config, device: torch.device) -> None:
+    """Raises UserError where --compile is set and torch.compile doesn't work."""
+    if not cfg.compile:
+        return
+    require(not torch._dynamo.config.disable, "--compile, and torch.compile is switched off",
+            "TORCH_COMPILE_DISABLE=0, or no --compile")
+    try:
+        torch.compile(torch.square)(torch.ones(2, device=device))
+    except Exception as e:  # of whatever it lacks: a compiler, its headers, Triton
+        reason = str(e).strip().partition("\n")[0][:150]
+        raise UserError(f"--compile, and torch.compile fails ({type(e).__name__}: {reason}); needed: a C++ "
+                        "compiler with Python's headers, or no --compile") from None
+
+
 def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
     """The run's folder as an absolute path, and its lock. All ranks run the same program and see and can
     write the same folder; no other run uses it, and its disk has space for the checkpoints. Raises UserError,

@@ -194,11 +194,36 @@ def turns_like_llama(forward: Callable) -> bool:
 
 
 @cache
-def with_rotary(forward: Callable) -> Callable:
-    """An attention's `forward` that calls `rotary` instead of apply_rotary_pos_emb. One function for all
+def with_rotary(forward: Callable, turn: Callable) -> Callable:
+    """An attention's `forward` that calls `turn` instead of apply_rotary_pos_emb. One function for all
     layers, with code of its own: torch.compile keeps what it compiled by the code."""
-    names = forward.__globals__ | {"apply_rotary_pos_emb": rotary}
+    names = forward.__globals__ | {"apply_rotary_pos_emb": turn}
     return FunctionType(forward.__code__.replace(), names, forward.__name__, forward.__defaults__)
+
+
+# --- fused kernels (--compile)
+
+
+@cache
+def fused(f: Callable) -> Callable:
+    """f by torch.compile: one kernel for what f computes, and one for its gradient. It is compiled once for
+    any number of tokens, so that a resumed run has the kernels of the run before."""
+    return torch.compile(f, dynamic=True)
+
+
+def gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """What an MLP's last product takes: gate and up (…, F) -> (…, F)."""
+    return act(gate) * up
+
+
+def fused_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    """Llama's MLP with its gate in one kernel."""
+    return mlp.down_proj(fused(gate)(mlp.act_fn, mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def gates_like_llama(forward: Callable) -> bool:
+    """Whether this MLP's `forward` is Llama's."""
+    return inspect.getsource(forward) == inspect.getsource(modeling_llama.LlamaMLP.forward)
 
 
 # --- attention
@@ -445,10 +470,25 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
             forward = type(module).forward
             if type(module).__name__.endswith("Attention") and turns_like_llama(forward):
-                module.forward = partial(with_rotary(forward), module)  # transformers' class stays as it is
+                # transformers' class stays as it is.
+                module.forward = partial(with_rotary(forward, rotary), module)
 
     def tie(self) -> None:
         """Share tied parameters. Call it again after parameters were replaced."""
+
+    def fuse(self) -> None:
+        """Let torch.compile fuse what layers do between their products and attention: rotary embeddings and
+        the MLP's gate, where they are Llama's. Products and attention stay apart, so `recompute` still
+        knows them. Raises UserError for a family that has neither."""
+        turn, changed = fused(modeling_llama.apply_rotary_pos_emb), 0
+        for module in self.model.modules():
+            forward = type(module).forward
+            if type(module).__name__.endswith("Attention") and turns_like_llama(forward):
+                module.forward, changed = partial(with_rotary(forward, turn), module), changed + 1
+            elif type(module).__name__.endswith("MLP") and gates_like_llama(forward):
+                module.forward, changed = partial(fused_mlp, module), changed + 1
+        require(changed, f"--compile, and a {self.config.model_type} has nothing that it fuses",
+                "no --compile")
 
     def recompute(self, whole: int | None) -> None:
         """Let the first `whole` layers keep their input alone for the backward pass, and the others also

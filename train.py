@@ -237,6 +237,7 @@ def prepare(cfg: Config) -> Run:
     cfg = dist.together(lambda: replace(
         cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
     checks.check_ranks(cfg, world.size)
+    dist.together(lambda: checks.check_compile(cfg, world.device))
     out, lock = checks.preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
@@ -307,6 +308,9 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
     if cfg.kl_coef:
         ref = Role("ref", load_policy(cfg.model, device, shard_fn).requires_grad_(False), None)
+    for role in (policy, critic, ref):
+        if role and cfg.compile:
+            role.model.fuse()
     return policy, critic, ref
 
 

@@ -4,7 +4,8 @@
 #
 #   sh bench/gpu_proof.sh [smoke] [rollout] [train] [recompute] [resume]      # without words: all, some minutes each
 #
-# recompute   an update's seconds, MFU and memory with nothing recomputed, all but products and attention, and all
+# recompute   an update's seconds, MFU and memory with nothing recomputed, all but products and attention, and all; and
+#             the first two with --compile
 # resume      two runs of four steps, one of them resumed after two, sampled by the PyTorch engine: are they equal bit by bit?
 #
 # PYTHON     the interpreter that has torch (default python3)
@@ -71,9 +72,10 @@ for part in $parts; do
         ;;
     recompute)
         : > "$results/recompute.jsonl"
-        for layers in none 0 999; do
-            "$PYTHON" bench/train.py --size 0.5b --pack 16384 --segment 1024 --recompute "$layers" > "$WORK/recompute.out" ||
-                failed="$failed recompute-$layers"
+        for how in none 0 999 "none --compile" "0 --compile"; do
+            # shellcheck disable=SC2086
+            "$PYTHON" bench/train.py --size 0.5b --pack 16384 --segment 1024 --recompute $how > "$WORK/recompute.out" ||
+                failed="$failed recompute-$how"
             tee -a "$results/recompute.jsonl" < "$WORK/recompute.out"
         done
         ;;

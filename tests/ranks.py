@@ -71,6 +71,7 @@ def all_gradients(jobs) -> list[dict]:
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
     """Whole gradients of one policy update and one critic update on all samples, by the functions of
     train.py. Also "metrics", and "packs": this rank's number of packs."""
+    torch._dynamo.config.disable = not cfg.compile  # conftest.py switches torch.compile off
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
@@ -96,6 +97,7 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
                 pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
+    assert cfg.compile == bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return out | {"metrics": metrics, "packs": len(packs)}
 
 

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import ranks
+import torch
 from conftest import ROOT, run_ranks
 
+import checks
 import engine_vllm
 from configs import UserError
 
@@ -167,6 +170,18 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said and not (tmp_path / "new").exists(), said
+
+
+def test_compile_is_refused_where_torch_cannot_compile(base):
+    cfg = replace(base, compile=True)
+    with pytest.raises(UserError, match="switched off; needed: TORCH_COMPILE_DISABLE=0"):  # by conftest.py
+        checks.check_compile(cfg, torch.device("cpu"))
+    checks.check_compile(base, torch.device("cpu"))
+    no_compiler = {"cpp.cxx": ("/absent/g++",), "force_disable_caches": True}
+    with torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(no_compiler):
+        torch._dynamo.reset()
+        with pytest.raises(UserError, match=r"--compile, and torch.compile fails .*needed: a C\+\+ compiler"):
+            checks.check_compile(cfg, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),

@@ -31,6 +31,13 @@ def agree(a, b, tolerance=1e-5):
         assert value == pytest.approx(b["metrics"][key], rel=1e-4, abs=1e-6), key
 
 
+def equal_bits(a, b):
+    """Assert that two results of ranks.gradients have equal gradients and metrics, bit by bit."""
+    for name, x in a.items():
+        same = torch.equal if isinstance(x, torch.Tensor) else dict.__eq__
+        assert name == "packs" or same(x, b[name]), name
+
+
 JOBS = {
     "ppo": dict(),
     "ppo with kl and entropy": dict(kl_coef=0.1, entropy_coef=0.01, lam=0.9, value_clip=None),
@@ -87,10 +94,21 @@ def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
     modes = ("none", "0", "1", "layers", "auto")
     made = [(config(tiny, recompute=mode, kl_coef=0.1), make_samples(24)) for mode in modes]
     for none, *others in run_ranks(ranks, all_gradients, made):
-        for name, gradient in none.items():
+        for other in others:
+            equal_bits(none, other)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fused_layers_have_the_gradients_of_others(count, tiny, alone):
+    """--compile, with plain and with sharded parameters: within 1e-5. What is recomputed changes no bit."""
+    modes = ("none", "0", "1", "layers")
+    made = [job for mode in modes for job in jobs(tiny, compile=True, recompute=mode)]
+    for got in run_ranks(count, all_gradients, made):
+        for i, plain in enumerate(alone[0]):
+            none, *others = got[i::len(JOBS)]
+            agree(none, plain)
             for other in others:
-                same = torch.equal if isinstance(gradient, torch.Tensor) else dict.__eq__
-                assert name == "packs" or same(gradient, other[name]), name
+                equal_bits(none, other)
 
 
 @pytest.mark.parametrize("which", ["tiny", "untied"])

@@ -126,6 +126,8 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # not rebuild_buffers: it reads values
+    if cfg.compile:
+        module.fuse()
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
@@ -252,7 +254,7 @@ def main() -> None:
     phases = Phases(planned(case))
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
-         "pack_len": cfg.pack_len, "recompute": case.recompute, "params": case.params,
+         "pack_len": cfg.pack_len, "recompute": case.recompute, "compile": cfg.compile, "params": case.params,
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", "")})
     policy = make_role("policy", config, args, cfg, world)
     run_sync(policy, world, phases)
