@@ -211,6 +211,18 @@ def on_device(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
             torch.cuda.empty_cache()
 
 
+@contextlib.contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Inside, if `on`, sums on a GPU have a fixed order. RuntimeError is raised for an operation of torch
+    that has none."""
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class HostBuffer:
     """Host memory where some tensors rest while no device needs them. It is one buffer, and so is its copy
     on the device. So each move is one copy. The buffer is pinned: the copy takes the link's full speed.

@@ -156,7 +156,7 @@ def main(cfg: Config) -> None:
 def train(run: Run) -> bool:
     """The algorithm. True: the run is complete. False: a stop was requested, and all finished steps are
     saved."""
-    cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
+    cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # the last one only evaluates
         start, meter = time.perf_counter(), Meter(world.device)
         with run.engine.awake(dist.full_weights(policy.model, world.device), version=step):
@@ -176,34 +176,41 @@ def train(run: Run) -> bool:
                 samples = add_group_advantages(samples, cfg)
             minibatches = make_packs(samples, step, cfg, world, policy.model, meter)
             save_samples(run, step, batch, samples)
-        if ref:
-            with dist.phase("ref"), resident(ref, world, cfg):
-                minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-        # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
-        # that.
-        if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-            # Without its optimizer, which stays on the host.
-            with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
-                minibatches = add_logp(minibatches, "old_logp", policy, cfg)
-                for p in sum(minibatches, []):
-                    measure_gap(p.old_logp, p, cfg, meter)
-        if critic:
-            with dist.phase("critic"), resident(critic, world, cfg):
-                minibatches = estimate_advantages(critic, minibatches, cfg, meter)
-                train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
-        elif cfg.advantage == "return_whiten":
-            minibatches = estimate_advantages(None, minibatches, cfg, meter)
-        elif cfg.advantage == "group_mean_whiten":
-            minibatches = whiten_advantages(minibatches)
-        if step >= cfg.freeze_policy_steps:
-            with dist.phase("policy"), resident(policy, world, cfg):
-                train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
-        if ref and cfg.ref_refresh:
+        with dist.deterministic(cfg.deterministic):
+            learn(run, step, minibatches, meter)
+        if run.ref and cfg.ref_refresh:
             refresh_ref(run, step)
         run.carried = carried
         if end_of_step(run, step, metrics, meter, start):
             return stop(run, step + 1)
     return True
+
+
+def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
+    """The updates of a step: reference and old log-probs, values and advantages, critic and policy."""
+    cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
+    if ref:
+        with dist.phase("ref"), resident(ref, world, cfg):
+            minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
+    # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
+    # that.
+    if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
+        # Without its optimizer, which stays on the host.
+        with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
+            minibatches = add_logp(minibatches, "old_logp", policy, cfg)
+            for p in sum(minibatches, []):
+                measure_gap(p.old_logp, p, cfg, meter)
+    if critic:
+        with dist.phase("critic"), resident(critic, world, cfg):
+            minibatches = estimate_advantages(critic, minibatches, cfg, meter)
+            train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
+    elif cfg.advantage == "return_whiten":
+        minibatches = estimate_advantages(None, minibatches, cfg, meter)
+    elif cfg.advantage == "group_mean_whiten":
+        minibatches = whiten_advantages(minibatches)
+    if step >= cfg.freeze_policy_steps:
+        with dist.phase("policy"), resident(policy, world, cfg):
+            train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
 
 
 def stop(run: Run, step: int) -> bool:
@@ -233,6 +240,8 @@ def export(run: Run, role: Role, step: int, name: str) -> None:
 def prepare(cfg: Config) -> Run:
     """Join the other ranks, take the folder, check, load and resume. Raises UserError, the same on every
     rank."""
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS's sums vary
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     cfg = dist.together(lambda: replace(
         cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))

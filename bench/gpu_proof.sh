@@ -84,7 +84,7 @@ for part in $parts; do
         four_steps() {
             "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
                 --data "$WORK/model/train.jsonl" --steps 4 --prompts_per_step 8 --samples_per_prompt 4 --max_prompt_len 1024 \
-                --max_response_len 64 --max_model_len 0 --engine torch --save_every 2 --keep 3 --go "$@" >> "$WORK/resume.out" 2>&1
+                --max_response_len 64 --max_model_len 0 --engine torch --save_every 2 --keep 3 --go --deterministic "$@" >> "$WORK/resume.out" 2>&1
         }
         : > "$WORK/resume.out"
         four_steps --out "$WORK/whole" && four_steps --resume "$WORK/whole/ckpt/step_000002" --out "$WORK/resumed" ||

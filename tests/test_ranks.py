@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from contextlib import suppress
 
 import pytest
 import torch
@@ -207,3 +208,12 @@ def test_the_users_options_of_torchs_memory_are_kept(name, monkeypatch):
     for _ in range(2):  # a second run in a notebook
         dist.exact_pinned_memory()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+
+
+def test_sums_have_a_fixed_order_inside_the_block_alone():
+    """--deterministic is for the updates: an engine beside them has operations without such a form."""
+    for on in (True, False):
+        with suppress(KeyError), dist.deterministic(on):
+            assert torch.are_deterministic_algorithms_enabled() == on
+            raise KeyError
+        assert not torch.are_deterministic_algorithms_enabled()

@@ -216,7 +216,7 @@ def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config,
                  for u in range(count)]
         torch.cuda.empty_cache()
         phases.begin()
-        with train.resident(role, world, cfg):
+        with train.resident(role, world, cfg), dist.deterministic(cfg.deterministic):
             phases.end(f"{role.name} on[{i}]")
             if role.name == "critic":
                 packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
@@ -242,6 +242,7 @@ def parse() -> tuple[argparse.Namespace, configs.Config]:
 def main() -> None:
     args, cfg = parse()
     os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8" if cfg.deterministic else ""
     dist.exact_pinned_memory()
     torch.cuda.set_device(0)
     dist.check_allocator()
