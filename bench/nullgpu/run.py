@@ -5,6 +5,7 @@
 NULLGPU: see trainer.py here. The model has the shape of Qwen2.5-0.5B, or fewer of its layers. Each algorithm
 runs twice, in processes of their own: two steps with a save after each and an export, then the same command
 with two more steps, which resumes. All tokens that the engine samples are 0, and all losses are 0.
+With 24 layers PPO takes 27 GiB of the host's memory and GRPO 13.
 
 Prints one JSON line a phase of the loop, of the only rank:
     held_gib       what the driver has given when the phase ends
