@@ -36,7 +36,7 @@ from configs import NODE, Config, UserError, nearest, require
 from data import Problem, Problems, Sample, fingerprint, pack
 from engine import Engine
 from log import metric_meanings
-from model import folder_fingerprint, load_config, load_tokenizer, logprobs
+from model import folder_fingerprint, load_config, load_tokenizer, logprobs, use_flash_attention_3
 from reward import Grader, readers
 from rollout import (
     CHECK,
@@ -77,6 +77,15 @@ def check_compile(cfg: Config, device: torch.device) -> None:
         reason = str(e).strip().partition("\n")[0][:150]
         raise UserError(f"--compile, and torch.compile fails ({type(e).__name__}: {reason}); needed: a C++ "
                         "compiler with Python's headers, or no --compile") from None
+
+
+def check_attention(cfg: Config, world: dist.World) -> None:
+    """Switch to FlashAttention 3 for --attention fa3. Raises UserError where it can't be used, or isn't
+    right."""
+    if cfg.attention == "fa3":
+        require(world.device.type == "cuda" and world.dtype == torch.bfloat16,
+                "--attention fa3 runs bfloat16 on CUDA alone", "--attention fa2")
+        use_flash_attention_3(load_config(cfg.model), world.device)
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:

@@ -32,9 +32,12 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm(cfg.compile)
-        # On a CPU, compiling would take minutes.
+        # On a CPU, compiling would take minutes; and vLLM 0.32 fails where it reads a part of a prompt whose
+        # request has a seed ("CPU Generator does not use offset"), so it reads prompts whole.
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
-                  if self.device.type == "cuda" else dict(kv_cache_memory_bytes=2**28, enforce_eager=True))
+                  if self.device.type == "cuda" else
+                  dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
+                       max_num_batched_tokens=max(4096, cfg.engine_len)))
         rng = torch.get_rng_state()
         with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(

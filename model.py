@@ -34,7 +34,7 @@ from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoToke
 from transformers.models.llama import modeling_llama
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, model_folder, neighbour, require
+from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, neighbour, require
 from data import Pack
 from dist import Device, Weights
 
@@ -359,6 +359,42 @@ def _window_mask(columns, window, device):
 
 
 AttentionInterface.register("torz", packed_attention)
+
+
+def use_flash_attention_3(config: PreTrainedConfig, device: Device) -> None:
+    """Let varlen_attn run FlashAttention 3 (2407.08608) from now on. Raises UserError where it isn't
+    installed, or where it is not right at the config's shape."""
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl("FA3")
+        off = attention_error(config, device, torch.bfloat16)
+    except (ImportError, RuntimeError) as e:
+        reason = str(e).partition("\n")[0][:120]
+        raise UserError(f"--attention fa3 can't be used here ({reason}); needed: an H100 or H200 with the "
+                        "package flash_attn_interface, or --attention fa2") from None
+    require(off < 0.02, f"--attention fa3 is {off:.1%} off exact attention", "--attention fa2")
+
+
+def attention_error(config: PreTrainedConfig, device: Device, dtype: torch.dtype) -> float:
+    """How far packed_attention in `dtype` is off the same in fp32: the largest error of outputs and
+    gradients, as a share of their norms. For random segments at the config's heads, and its window if it has
+    one."""
+    lengths, heads, random = (5, 130, 300), config.num_attention_heads, torch.Generator().manual_seed(0)
+    ends, d = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), getattr(config, "head_dim", None)
+    tokens, d = sum(lengths), d or config.hidden_size // heads
+    shapes = [(1, h, tokens, d) for h in (heads, *[config.num_key_value_heads] * 2)] + [(1, tokens, heads, d)]
+    *qkv, grad = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
+    errors = []
+    for window in (None, 64) if has_window(config) else (None,):
+        results = []
+        for kind in (torch.float32, dtype):
+            segments = Segments(ends.int().to(device), max(lengths))
+            inputs = [x.to(kind).requires_grad_() for x in qkv]
+            out = packed_attention(None, *inputs, None, d**-0.5, segments, sliding_window=window)[0]
+            results.append([out, *torch.autograd.grad(out, inputs, grad.to(kind))])
+        errors += [float((b.float() - a).norm() / a.norm()) for a, b in zip(*results, strict=True)]
+    return max(errors)
 
 
 # --- heads

@@ -266,6 +266,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     checks.check_same("reads", checks.read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
+    dist.together(lambda: checks.check_attention(cfg, world))
     grader = dist.together(lambda: make_grader(cfg))
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
     checks.check_gold(problems, held_out, grader, cfg, world, say)

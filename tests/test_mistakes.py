@@ -16,7 +16,9 @@ import torch
 from conftest import ROOT, run_ranks
 
 import checks
+import dist
 import engine_vllm
+import model
 from configs import UserError
 
 # What is typed after `train.py`; a part of the answer. These are answered without torch.
@@ -182,6 +184,15 @@ def test_compile_is_refused_where_torch_cannot_compile(base):
         torch._dynamo.reset()
         with pytest.raises(UserError, match=r"--compile, and torch.compile fails .*needed: a C\+\+ compiler"):
             checks.check_compile(cfg, torch.device("cpu"))
+
+
+def test_flash_attention_3_is_refused_where_it_is_not(base):
+    cfg, world = replace(base, attention="fa3"), dist.World(0, 1, torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match="--attention fa3 runs bfloat16 on CUDA alone; needed: --att"):
+        checks.check_attention(cfg, world)
+    checks.check_attention(base, world)
+    with pytest.raises(UserError, match=r"fa3 can't be used here \(No module named 'flash_attn_interface'\)"):
+        model.use_flash_attention_3(model.load_config(base.model), "cpu")
 
 
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),

@@ -132,6 +132,23 @@ def test_gradients_in_bf16_are_equal_bit_by_bit_whatever_is_recomputed(tiny):
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("scale,window", [(1.1, 0), (1.0, 1)])
+def test_a_kernel_that_is_wrong_is_told_from_one_that_rounds(scale, window, tiny, monkeypatch):
+    """`attention_error`, which decides about --attention fa3: bf16 is off by 0.4 %. A kernel is off by more
+    that scales its scores, or whose window is wider by one token."""
+    right, config = model._padded, model.load_config(tiny)
+    config.layer_types, config.sliding_window = ["sliding_attention"], 64
+    assert 0.001 < model.attention_error(config, "cpu", torch.bfloat16) < 0.01
+
+    def wrong(query, key, value, segments, scaling, of_window):
+        if query.dtype == torch.bfloat16:
+            scaling, of_window = scaling * scale, of_window and of_window + window
+        return right(query, key, value, segments, scaling, of_window)
+
+    monkeypatch.setattr(model, "_padded", wrong)
+    assert model.attention_error(config, "cpu", torch.bfloat16) > 0.02
+
+
 def attention_gradients(qkv, p, grad):
     """Gradients of the attention of a pack for its queries, keys and values, (1, H, U, d) each."""
     qkv = [x.clone().requires_grad_() for x in qkv]

@@ -22,7 +22,7 @@ import rollout
 from configs import PRESETS, UserError
 
 # Prompts may fill a block of vLLM's prefix cache, which has 128 tokens on a CPU.
-CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=8,
+CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
                           stop=("</answer>",))
 OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # of Engine.generate
 TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
@@ -197,6 +197,14 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
     for k, s in cut.items():
         assert s.ids.tolist() == whole[k].ids[:limits[k[0]]].tolist()
         assert s.stopped == (whole[k].stopped and len(whole[k].ids) <= limits[k[0]])
+
+
+def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
+    """vLLM reads 4,096 tokens in a step on a CPU. It would fail where it reads a part of a prompt."""
+    length = CFG.model_len - 8
+    prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
+    assert CFG.max_num_seqs * length > 5000
+    check_logprobs(generate(engine, policy, prompts), policy, 1.0)
 
 
 def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, tmp_path, monkeypatch):
