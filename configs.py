@@ -201,8 +201,8 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
     attention: Literal["fa2", "fa3"] = "fa2"  # fa3: FlashAttention 3, where its package is (H100, H200)
-    compile: bool = False  # fewer kernels in a layer, by torch.compile; rounds otherwise in bfloat16
-    deterministic: bool = False  # on a GPU, updates that are equal bit by bit from run to run; slower
+    compile: bool = False  # fuse parts of each layer by torch.compile: fewer kernels, other rounding
+    deterministic: bool = False  # on a GPU: the updates' sums in a fixed order; slower
     recompute: str = "auto"  # layers run again in backward: none, layers (all), N (see plan.recomputed), auto
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
     keep: Count = 2  # newest checkpoints kept
