@@ -1,7 +1,7 @@
 """Seconds of rollouts with a few long responses: sampled whole, in rounds (--round_len), carried (--carry).
 
     python bench/tail.py                # a simulator: orz-7b and orz-32b on 32 H100, by the plan's speeds
-    python bench/tail.py --measure      # the trainer on a long-tailed task on this machine, 10 minutes on two
+    python bench/tail.py --measure      # the trainer on a long-tailed task on this machine, 20 minutes on two
                                         # cores, and the simulator beside it
 
 The simulator knows the engines' cost of a decoding step by batch and context, and a distribution of lengths.
@@ -10,7 +10,8 @@ what is carried. `ideal` is what no rule reaches: all engines always decode a fu
 of the engines' seconds in which they wait for others.
 
 The measured task is the demo's, except that one response in 50 or so begins with hundreds of dots: these are
-twenty times as long as the others. The base model is trained to do so, here, in a few minutes."""
+twenty times as long as the others. The base model is trained to do so, here, in a minute. The engine is
+vLLM."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
 
 import plan
 from configs import PRESETS, Config
@@ -46,6 +48,7 @@ class Cost:
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step: (responses, cached tokens)
     prefill: float  # of a token that is read again: after new weights, and after a move
+    response: float = 0.0  # of a response in a round, beside its tokens
     round: float = 0.0  # of a round, beside that
     cores: float = math.inf  # engines that run at full speed at once
 
@@ -142,7 +145,8 @@ class Simulation:
             trajectory[2].append((step, count))
             if trajectory[0] == 0:
                 self.ended[key] = self.going.pop(key)[2]
-        return reread * self.cost.prefill + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost)
+        return (reread * self.cost.prefill + len(keys) * self.cost.response
+                + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost))
 
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
@@ -270,9 +274,9 @@ def long_tailed(base: str, out: Path, steps: int = 200, seed: int = 0) -> Path:
     return out
 
 
-RULES = {"whole": [], "rounds": ["--round_len", "32"],
-         "carry": ["--round_len", "32", "--carry", "1", "--max_staleness", "32"]}
-MEASURED, BEFORE = 40, 24  # steps that count, and those before: the oldest of --carry are 23 steps old
+RULES = {"whole": [], "rounds": ["--round_len", "48"],
+         "carry": ["--round_len", "48", "--carry", "0.5", "--max_staleness", "16"]}
+MEASURED, BEFORE = 32, 16  # steps that count, and those before: the oldest of --carry are 16 steps old
 SHAPE = dict(prompts_per_step=16, samples_per_prompt=4, max_response_len=800, max_num_seqs=512,
              pack_len=8192)
 
@@ -282,8 +286,8 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
     """Metrics of a run, one row a step."""
     out = RUNS / f"{preset}-{rule}-{ranks}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
-    flags = SHAPE | dict(model=model, data=model / "train.jsonl", eval_every=0, steps=steps, save_every=0,
-                         seed=seed, out=out, save_samples="all", **more)
+    flags = SHAPE | dict(engine="vllm", model=model, data=model / "train.jsonl", eval_every=0, steps=steps,
+                         save_every=0, seed=seed, out=out, save_samples="all") | more
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                "train.py", preset, "--go", *RULES[rule],
                *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
@@ -291,42 +295,65 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
                           text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "reward" in row]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+# Another process that works as an engine does here, mostly in Python. Two cores may share units and caches.
+BUSY = "while True: x = {str(i): [i] for i in range(100_000)}"
 
 
 def cpu_cost(model: Path) -> Cost:
-    """What the PyTorch engine costs on this machine: a line through decoding steps of several batches."""
+    """What vLLM costs on one core of this machine: lines through decoding steps of several batches, and
+    through whole rollouts of one token, of prompts of several lengths. Relative errors count: the tail is
+    many steps of few responses. `cores`: how many of them all the cores are worth when they are busy."""
     import time
 
-    import dist
-    from model import files_weights, load_tokenizer
-    from rollout import make_engine
+    from vllm import SamplingParams
 
-    world, path = dist.init("cpu", "float32"), str(model)
-    cfg = replace(PRESETS["tiny-grpo"], model=path, stop=(), **SHAPE)
-    engine = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype)
-    engine.eos_tensor = engine.eos_tensor[:0]  # so that all have the length that is asked for
-    points = []
+    import dist
+    from data import Problem
+    from model import files_weights, load_tokenizer
+    from rollout import make_engine, make_grader, rollout
+
+    world, path, rng = dist.init("cpu", "float32"), str(model), np.random.default_rng(0)
+    cfg = replace(PRESETS["tiny-grpo"], model=path, engine="vllm", **SHAPE)
+    engine, grader = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype), make_grader(cfg)
+    steps, prompts = [], []
     with engine.awake(files_weights(path, world.device, world.dtype), version=0):
         def run(count, prompt, tokens):
-            prompts = {i: [i % 50 + 20, *range(20, 20 + prompt - 1)] for i in range(count)}
+            asked = rng.integers(20, 90, (count, prompt)).tolist()
             start = time.perf_counter()
-            list(engine.generate(prompts, 1, 1.0, tokens, (0,), 0))
+            if tokens > 1:
+                params = [SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True,
+                                         seed=i, stop=["</nothing>"]) for i in range(count)]
+                engine.llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+            else:
+                problems = {i: Problem("", tuple(ids), "0") for i, ids in enumerate(asked)}
+                rollout(engine, grader, problems, 1, 1.0, 1, (0,), 0)
             return time.perf_counter() - start
 
-        run(8, 8, 16)
-        for count in (1, 8, 32, 128, 256):
-            for prompt in (8, 108):
-                few, many = (median(run(count, prompt, tokens) for _ in range(3)) for tokens in (10, 50))
-                points.append((count, prompt + 30, (many - few) / 40))
-        prefill = (median(run(128, 108, 1) for _ in range(3)) - median(run(128, 8, 1) for _ in range(3)))
-    counts, contexts, seconds = (np.array(x, float) for x in zip(*points, strict=True))
-    columns = np.stack([np.ones_like(counts), counts, counts * contexts], 1)
-    # Relative errors count: the tail is many steps of few responses.
-    a, b, c = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
-    return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill / 128 / 100,
-                round=0.01, cores=os.cpu_count())
+        for tokens in (1, 16):
+            run(8, 8, tokens)
+        for count in (1, 4, 16, 64):
+            for prompt in (8, 300):
+                one, few, many = (median(run(count, prompt, tokens) for _ in range(5))
+                                  for tokens in (1, 10, 74))
+                steps.append(((1, count, count * (prompt + 42)), (many - few) / 64))
+                prompts.append(((1, count, count * prompt), one))
+        alone = median(run(16, 8, 74) for _ in range(9))
+        with subprocess.Popen([sys.executable, "-c", BUSY]) as other:
+            time.sleep(5)  # torch is imported
+            beside = median(run(16, 8, 74) for _ in range(9))
+            other.kill()
+
+    def fit(points):
+        columns, seconds = (np.array(x, float) for x in zip(*points, strict=True))
+        return np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+
+    a, b, c = fit(steps)
+    start, response, prefill = fit(prompts)
+    return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill, response,
+                round=start + 0.01, cores=os.cpu_count() * alone / beside)
 
 
 def lengths_of(rule_out: Path) -> list[list[int]]:
@@ -342,14 +369,16 @@ def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
     for preset, ranks in (("tiny-ppo", 2), ("tiny-grpo", 2), ("tiny-ppo", 4)):
         for rule in RULES:
             rows = train(model, preset, rule, ranks, 0, BEFORE + MEASURED, policy_lr=1e-8)
-            runs[preset, rule, ranks] = rows[BEFORE:]
-            print(preset, rule, ranks, [round(row["time/rollout"], 2) for row in rows], file=sys.stderr)
+            runs[preset, rule, ranks] = [row for row in rows if "reward" in row][BEFORE:]
+            print(preset, rule, ranks, [round(r["time/step"], 2) for r in runs[preset, rule, ranks]],
+                  file=sys.stderr)
     lengths = np.array(sum(lengths_of(RUNS / "tiny-ppo-whole-2-0"), []))
     long, short = lengths[lengths > 64], lengths[lengths <= 64]
     facts = {"responses": len(lengths), "long": len(long) / len(lengths), "times": long.mean() / short.mean()}
     cost, found = cpu_cost(model), []
     for (preset, rule, ranks), rows in runs.items():
-        flags = dict(zip((word[2:] for word in RULES[rule][::2]), map(int, RULES[rule][1::2]), strict=True))
+        names, values = (word[2:] for word in RULES[rule][::2]), map(json.loads, RULES[rule][1::2])
+        flags = dict(zip(names, values, strict=True))
         rng = np.random.default_rng(0)
         predicted = simulate(replace(PRESETS[preset], **SHAPE, **flags), ranks, cost, 8,
                              lambda n, rng=rng: rng.choice(lengths, n), 4 * STEPS)
@@ -360,9 +389,13 @@ def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
                       "staleness": fmean(row.get("staleness/mean", 0) for row in rows)} | facts)
     for seed in range(seeds):
         for rule in ("whole", "carry"):
-            rows = train(model, "tiny-ppo", rule, 2, seed, 16)
-            learnt.append({"rule": rule, "seed": seed, "rewards": [round(row["reward"], 3) for row in rows],
-                           "step_s": median(row["time/step"] for row in rows)})
+            rows = train(model, "tiny-ppo", rule, 2, seed, 16, eval_every=8,
+                         eval_data=model / "heldout.jsonl")
+            learnt.append({"rule": rule, "seed": seed,
+                           "rewards": [round(row["reward"], 3) for row in rows if "reward" in row],
+                           "held_out": [round(value, 3) for row in rows for name, value in row.items()
+                                        if name.startswith("eval/heldout/avg@")]})
+            print(learnt[-1], file=sys.stderr)
     return found, learnt
 
 
