@@ -139,7 +139,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps({"bench": "nullgpu-memory", "rows": rows}, indent=1) + "\n")
         RESULTS.with_suffix(".md").write_text(table(rows))
     mistakes = [f"{r['case']}, {r['flag']}, {r['phase']}: {wrong(r)}" for r in rows if wrong(r)]
-    sys.exit("\n".join(mistakes))
+    sys.exit("\n".join(mistakes) or 0)
 
 
 if __name__ == "__main__":
