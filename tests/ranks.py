@@ -64,7 +64,10 @@ def meet(port: int, late: int) -> tuple[int, bool]:
 
 
 def all_gradients(jobs) -> list[dict]:
-    """gradients(cfg, samples) of each job, all in one process."""
+    """gradients(cfg, samples) of each job, all in one process. What the tests' own process compiled before
+    it was forked is forgotten."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     return [gradients(*job) for job in jobs]
 
 
