@@ -218,12 +218,14 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:  # torch's functions here import its compiler
         yield
         return
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 class HostBuffer:

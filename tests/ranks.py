@@ -68,7 +68,9 @@ def all_gradients(jobs) -> list[dict]:
     it was forked is forgotten."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    return [gradients(*job) for job in jobs]
+    found = [gradients(*job) for job in jobs]
+    assert jobs[0][0].compile == bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found
 
 
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
@@ -100,7 +102,6 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
                 pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
-    assert cfg.compile == bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return out | {"metrics": metrics, "packs": len(packs)}
 
 
