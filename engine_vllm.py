@@ -37,7 +37,7 @@ class VLLMEngine(Engine):
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
-                       max_num_batched_tokens=max(4096, cfg.engine_len)))
+                       max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
         rng = torch.get_rng_state()
         with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(

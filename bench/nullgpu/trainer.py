@@ -242,7 +242,8 @@ def parse() -> tuple[argparse.Namespace, configs.Config]:
 def main() -> None:
     args, cfg = parse()
     os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8" if cfg.deterministic else ""
+    if cfg.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     dist.exact_pinned_memory()
     torch.cuda.set_device(0)
     dist.check_allocator()
