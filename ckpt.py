@@ -633,7 +633,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     state = {}
     for name, tensor in weights:
         if main:
-            state[name] = tensor.to("cpu", torch.bfloat16, copy=True)
+            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()  # and free what is pinned
     bad = next((name for name, x in state.items() if not is_finite(x)), "")
     _raise_on_all(bad and f"{bad} is not finite, so {out} was not written; needed: an older checkpoint")
     error = _attempt(_write_export, out, state, config, tokenizer, source, facts or {})[0] if main else ""

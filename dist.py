@@ -366,6 +366,12 @@ def all_max(x: Tensor) -> Tensor:
     return all_sum(x, td.ReduceOp.MAX)
 
 
+def on_host(x: Tensor) -> Tensor:
+    """The tensor in pinned memory of the host, after waiting for its device. One of the host stays where it
+    is."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
+
+
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Every rank's object, in rank order, on every rank. For small objects. Before `init` this process is the
     only rank."""

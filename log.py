@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+import dist
 from configs import Config, UserError, check_trackers, read_jsonl, replace_text
 from data import Pack, Sample, group_by_prompt
 from reward import REASONS
@@ -39,7 +40,8 @@ BINS = torch.logspace(-9, 2, 1101)
 
 @functools.cache
 def _edges(device):
-    return BINS[:-1].to(device)
+    edges = BINS[:-1]
+    return edges.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else edges
 
 
 class Meter:
@@ -64,7 +66,7 @@ class Meter:
 
     def mean(self, name: str) -> float:
         """The mean `name` on this rank so far; 0 where nothing was added."""
-        total, count = self.sums.get(name, torch.zeros(2)).tolist()
+        total, count = dist.on_host(self.sums.get(name, torch.zeros(2))).tolist()
         return total / max(count, 1)
 
     def add_max(self, name: str, x: Tensor | float) -> None:
@@ -84,8 +86,8 @@ class Meter:
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
         """The metrics over all ranks. `all_sum` and `all_max` map a rank's tensor to that of all ranks;
         all_max is called only where add_max was."""
-        sums = all_sum(torch.cat(list(self.sums.values()))).cpu()
-        peaks = all_max(torch.stack(list(self.peaks.values()))).tolist() if self.peaks else []
+        sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
+        peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         peaks, metrics = dict(zip(self.peaks, peaks, strict=True)), {}
         for name, x in zip(self.sums, sums.split(list(map(len, self.sums.values()))), strict=True):
             if len(x) == 2:

@@ -683,7 +683,7 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if engine and trainer disagree on what was sampled. Called before the policy takes an
     optimizer step, so nothing that was learned from such samples is saved."""
-    total, tokens = dist.all_sum(meter.sums["logp_gap/mean"]).tolist()
+    total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # False where it is not a number
             f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "

@@ -14,6 +14,7 @@ Prints one JSON line a phase of the loop, of the only rank:
     peak_gib       the most that the driver gave in the phase
     plan_gib       the plan's largest total for the phase; 0 where it has none
     h2d, d2h       copies from host to device and back, and their GiB
+    pageable       bytes of those that torch made from or to memory that is not pinned
     pinned_gib     host memory that was pinned in the phase
     waits          times that the host waits for the device
 
@@ -88,6 +89,7 @@ class Phases:
         row = {f"{k}_gib": round(x, 2) for k, x in memory.items()}
         for way in ("h2d", "d2h"):
             row[way], row[f"{way}_gib"] = seen[way], round(seen[f"{way}_bytes"] / GIB, 2)
+        row["pageable"] = self.pageable.take()
         row["pinned_gib"] = round(seen["pinned_bytes"] / GIB, 2)
         row["waits"] = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event"))
         say({"phase": name, **row, "launches": seen["launch"], "out_of_memory": seen["oom"]})
@@ -144,8 +146,8 @@ def no_nccl() -> None:
 def one_process(argv: list[str]) -> None:
     """`train.main` as the command line `argv` says."""
     cfg = configs.parse(argv, "run.py")
-    dist.phase = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
-    from trainer import HOST, host_values
+    dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
+    from trainer import HOST, Pageable, host_values
 
     import engine_vllm
     import train
@@ -161,7 +163,8 @@ def one_process(argv: list[str]) -> None:
         return load(engine, weights)
 
     engine_vllm.VLLMEngine.load = load_and_tell
-    train.main(cfg)
+    with Pageable() as phases.pageable:
+        train.main(cfg)
     nullgpu.quit()
 
 

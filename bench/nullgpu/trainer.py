@@ -21,6 +21,7 @@ Prints one JSON line a phase, of this rank:
     *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved,
                      pinned: host memory that the phase pinned
     h2d, d2h         copies from host to device and back
+    pageable         bytes of those that torch made from or to memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
     index_add        launches of atomic additions. Their order is not fixed on a GPU, which matters where rows
                      of the index are repeated; those of attention's outputs are not
@@ -49,6 +50,7 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import dist
@@ -79,7 +81,8 @@ def host_values() -> None:
     def of_host(function):
         def call(x, *args, **kwargs):
             host = known(x)
-            return function(x, *args, **kwargs) if host is None else function(host).to(x.device)
+            found = function(x if host is None else host, *args, **kwargs)
+            return found if host is None else found.pin_memory().to(x.device)
         return call
 
     Tensor.nonzero = of_host(nonzero)
@@ -155,6 +158,31 @@ class Log:
 # --- the measurement
 
 
+class Pageable(TorchDispatchMode):
+    """Counts the bytes that torch copies between device and host where the host's memory is not pinned."""
+
+    bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays so under this mode."""
+        return True
+
+    def take(self) -> int:
+        """The bytes since the last call."""
+        taken, self.bytes = self.bytes, 0
+        return taken
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        source = {torch.ops.aten.copy_.default: 1, torch.ops.aten._to_copy.default: 0}.get(op)
+        if source is not None:
+            ends = {x.device.type: x for x in (out, args[source])}
+            if ends.keys() == {"cpu", "cuda"} and not ends["cpu"].untyped_storage().is_pinned():
+                self.bytes += ends["cpu"].nbytes
+        return out
+
+
 def say(row: dict) -> None:
     print(json.dumps(row), flush=True)
 
@@ -167,8 +195,8 @@ def launches(*words: str) -> int:
 class Phases:
     """Measures phases and prints their figures."""
 
-    def __init__(self, planned: dict[str, float]) -> None:
-        self.planned = planned
+    def __init__(self, planned: dict[str, float], pageable: Pageable) -> None:
+        self.planned, self.pageable = planned, pageable
 
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -184,7 +212,7 @@ class Phases:
                   "stays": torch.cuda.memory_allocated() / GIB, "driver_peak": seen["peak_gib"]}
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
-        copies = {way: seen[way] for way in ("h2d", "d2h")}
+        copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
         waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # not this one
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
@@ -253,15 +281,17 @@ def main() -> None:
     dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
     world = dist.World(0, args.world, torch.device("cuda", 0), dtype)
     config, case = config_of(args.size, args.layers), case_of(args, cfg, world)
-    phases = Phases(planned(case))
+    phases = Phases(planned(case), pageable := Pageable())
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
          "pack_len": cfg.pack_len, "recompute": case.recompute, "compile": cfg.compile, "params": case.params,
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", "")})
     policy = make_role("policy", config, args, cfg, world)
-    run_sync(policy, world, phases)
-    for role in ([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else []) + [policy]:
-        run_updates(role, args, cfg, world, phases)
+    roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
+    with pageable:
+        run_sync(policy, world, phases)
+        for role in reversed(roles):
+            run_updates(role, args, cfg, world, phases)
     nullgpu.quit()
 
 
