@@ -105,6 +105,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
     truncated one does not enter the loss."""
     shaped, weights = [], weighted_parts(cfg)
+    if not weights and not cfg.mask_truncated:  # as in most recipes
+        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
