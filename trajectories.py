@@ -15,6 +15,7 @@ one on by so many tokens at most, so that all engines end it at nearly the same 
 """
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -322,12 +323,15 @@ def stop_across(before: np.ndarray, after: np.ndarray, stop: Sequence[str], toke
     sees `after` alone."""
     # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
-    tail, texts = before[-window:].tolist(), []
-    for count in range(min(len(after), window) + 1) if stop else ():
-        texts.append(tokenizer.decode([*tail, *after[:count].tolist()]))
-        if any(texts[-1].count(s) > texts[max(count - 1, 0)].count(s) for s in stop):
-            return count
-    return 0
+    tail, after = before[-window:].tolist(), after[:window].tolist()
+
+    def found(count):
+        text = tokenizer.decode([*tail, *after[:count]])
+        return [text.count(s) for s in stop]
+
+    if found(len(after)) == found(0):  # nearly always
+        return 0
+    return next(n for n in range(1, len(after) + 1) if any(map(operator.gt, found(n), found(n - 1))))
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:

@@ -11,22 +11,27 @@ of the engines' seconds in which they wait for others.
 
 The measured task is the demo's, except that one response in 50 or so begins with hundreds of dots: these are
 twenty times as long as the others. The base model is trained to do so, here, in a minute. The engine is
-vLLM."""
+vLLM. Each rank is bound to one core, which it may share. The simulator has the engine's cost measured alone,
+and the lengths that the run had."""
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +55,9 @@ class Cost:
     prefill: float  # of a token that is read again: after new weights, and after a move
     response: float = 0.0  # of a response in a round, beside its tokens
     round: float = 0.0  # of a round, beside that
-    cores: float = math.inf  # engines that run at full speed at once
+    exchange: float = 0.0  # of a message to all engines. One ends a round; rounds have two more a step
+    cores: int = sys.maxsize  # engine i is bound to core i % cores
+    slowed: float = 1.0  # speed of a core while all of them are busy; alone it is 1
 
 
 # --- the simulator
@@ -72,12 +79,16 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
     return float(cost.step(running, cached + running * np.arange(steps)).sum())
 
 
-def together(seconds: Sequence[float], cores: float) -> float:
-    """Seconds until the last engine is done, where `cores` of them run at full speed at once."""
-    elapsed, before = 0.0, 0.0
-    for i, s in enumerate(sorted(seconds)):
-        elapsed += (s - before) * max(1.0, (len(seconds) - i) / cores)
-        before = s
+def together(seconds: Sequence[float], cost: Cost) -> float:
+    """Seconds until the last engine is done, if each takes `seconds` on a core of its own."""
+    left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
+    while left:
+        of_core = Counter(i % cost.cores for i in left)
+        speed = cost.slowed if len(of_core) == cost.cores else 1.0
+        speeds = {i: speed / of_core[i % cost.cores] for i in left}
+        passed = min(s / speeds[i] for i, s in left.items())  # until the next engine is done
+        elapsed += passed
+        left = {i: rest for i, s in left.items() if (rest := s - passed * speeds[i]) > 1e-9}
     return elapsed
 
 
@@ -104,10 +115,10 @@ class Simulation:
         held = [keys[r::self.engines] for r in range(self.engines)]
         if not cfg.round_len:
             held = [[k for k in keys if k[0] % self.engines == r] for r in range(self.engines)]
-        seconds, busy = 0.0, 0.0
+        seconds, busy = 2 * self.cost.exchange * bool(cfg.round_len), 0.0
         while True:
             each = [self._round(of_engine, moved, step) for of_engine in held]
-            seconds += together(each, self.cost.cores) + self.cost.round
+            seconds += together(each, self.cost) + self.cost.exchange
             busy += sum(each)
             held = [[k for k in of_engine if k in self.going] for of_engine in held]
             unfinished = {number for number, _ in self.going}
@@ -145,7 +156,7 @@ class Simulation:
             trajectory[2].append((step, count))
             if trajectory[0] == 0:
                 self.ended[key] = self.going.pop(key)[2]
-        return (reread * self.cost.prefill + len(keys) * self.cost.response
+        return (self.cost.round + reread * self.cost.prefill + len(keys) * self.cost.response
                 + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost))
 
 
@@ -182,7 +193,7 @@ def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     def step(running, cached):
         return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)
 
-    return cfg, Cost(step, 2 * params / flops, round=0.1)
+    return cfg, Cost(step, 2 * params / flops, exchange=0.1)
 
 
 SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}  # parameters, KV bytes
@@ -276,6 +287,9 @@ def long_tailed(base: str, out: Path, steps: int = 200, seed: int = 0) -> Path:
 
 RULES = {"whole": [], "rounds": ["--round_len", "48"],
          "carry": ["--round_len", "48", "--carry", "0.5", "--max_staleness", "16"]}
+PORT = 29417
+# Each rank is bound to one core: the system would give some of four ranks on two cores more time than others.
+BOUND = f'exec taskset -c $((LOCAL_RANK % {os.cpu_count()})) "$0" "$@"'
 MEASURED, BEFORE = 32, 16  # steps that count, and those before: the oldest of --carry are 16 steps old
 SHAPE = dict(prompts_per_step=16, samples_per_prompt=4, max_response_len=800, max_num_seqs=512,
              pack_len=8192)
@@ -289,7 +303,7 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
     flags = SHAPE | dict(engine="vllm", model=model, data=model / "train.jsonl", eval_every=0, steps=steps,
                          save_every=0, seed=seed, out=out, save_samples="all") | more
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-               "train.py", preset, "--go", *RULES[rule],
+               "--no-python", "sh", "-c", BOUND, sys.executable, "train.py", preset, "--go", *RULES[rule],
                *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True)
@@ -298,14 +312,26 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-# Another process that works as an engine does here, mostly in Python. Two cores may share units and caches.
-BUSY = "while True: x = {str(i): [i] for i in range(100_000)}"
+def cpu_cost(model: Path, ranks: int) -> Cost:
+    """What vLLM costs on one core of this machine, now: lines through decoding steps of several batches, and
+    through whole rollouts of one token, of prompts of several lengths, right after other work. Relative
+    errors count: the tail is many steps of few responses."""
+    context = multiprocessing.get_context("spawn")
+    together, found = context.Barrier(ranks), context.SimpleQueue()
+    engines = [context.Process(target=cpu_figures, args=(model, rank, ranks, together, found))
+               for rank in range(ranks)]
+    for engine in engines:
+        engine.start()
+    (a, b, c), (start, response, prefill), exchange, slowed = found.get()
+    for engine in engines:
+        engine.join()
+    return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill, response, round=start,
+                exchange=exchange, cores=os.cpu_count(), slowed=slowed)
 
 
-def cpu_cost(model: Path) -> Cost:
-    """What vLLM costs on one core of this machine: lines through decoding steps of several batches, and
-    through whole rollouts of one token, of prompts of several lengths. Relative errors count: the tail is
-    many steps of few responses. `cores`: how many of them all the cores are worth when they are busy."""
+def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -> None:
+    """An engine's process. Rank 0 puts into `found` the coefficients of cpu_cost's two lines, measured alone,
+    the seconds of a message to all, and how fast a core is while all engines work."""
     import time
 
     from vllm import SamplingParams
@@ -315,13 +341,18 @@ def cpu_cost(model: Path) -> Cost:
     from model import files_weights, load_tokenizer
     from rollout import make_engine, make_grader, rollout
 
+    cores, steps, prompts, samples = os.cpu_count(), [], [], []
+    os.sched_setaffinity(0, {rank % cores})
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
+                   "MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT)}
     world, path, rng = dist.init("cpu", "float32"), str(model), np.random.default_rng(0)
     cfg = replace(PRESETS["tiny-grpo"], model=path, engine="vllm", **SHAPE)
     engine, grader = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype), make_grader(cfg)
-    steps, prompts = [], []
-    with engine.awake(files_weights(path, world.device, world.dtype), version=0):
-        def run(count, prompt, tokens):
-            asked = rng.integers(20, 90, (count, prompt)).tolist()
+
+    def run(count, prompt, tokens):
+        asked = rng.integers(20, 90, (count, prompt)).tolist()
+        with engine.awake(files_weights(path, world.device, world.dtype), version=0):
+            np.ones(2**24).sum()  # training leaves nothing of the engine in the caches
             start = time.perf_counter()
             if tokens > 1:
                 params = [SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True,
@@ -329,31 +360,35 @@ def cpu_cost(model: Path) -> Cost:
                 engine.llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
             else:
                 problems = {i: Problem("", tuple(ids), "0") for i, ids in enumerate(asked)}
-                rollout(engine, grader, problems, 1, 1.0, 1, (0,), 0)
+                samples.extend(rollout(engine, grader, problems, 1, 1.0, 1, (0,), 0))
             return time.perf_counter() - start
 
-        for tokens in (1, 16):
-            run(8, 8, tokens)
-        for count in (1, 4, 16, 64):
-            for prompt in (8, 300):
-                one, few, many = (median(run(count, prompt, tokens) for _ in range(5))
-                                  for tokens in (1, 10, 74))
-                steps.append(((1, count, count * (prompt + 42)), (many - few) / 64))
-                prompts.append(((1, count, count * prompt), one))
-        alone = median(run(16, 8, 74) for _ in range(9))
-        with subprocess.Popen([sys.executable, "-c", BUSY]) as other:
-            time.sleep(5)  # torch is imported
-            beside = median(run(16, 8, 74) for _ in range(9))
-            other.kill()
+    for tokens in (1, 16):
+        run(8, 8, tokens)
+    def message():
+        start = time.perf_counter()
+        dist.gather(list(range(32)))
+        dist.exchange([sent[r::ranks] for r in range(ranks)])
+        return time.perf_counter() - start
+
+    sent = samples[:8] * 4
+    together.wait()
+    for count in (1, 4, 16, 64) if rank == 0 else ():
+        for prompt in (8, 300):
+            one, few, many = (median(run(count, prompt, tokens) for _ in range(5)) for tokens in (1, 10, 74))
+            steps.append(((1, count, count * (prompt + 42)), (many - few) / 64))
+            prompts.append(((1, count, count * prompt), one))
+    alone = median(run(16, 8, 74) for _ in range(9 if rank == 0 else 1))
+    together.wait()
+    beside = median(run(16, 8, 74) for _ in range(15)) / -(-ranks // cores)  # its share of its core
 
     def fit(points):
         columns, seconds = (np.array(x, float) for x in zip(*points, strict=True))
         return np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
 
-    a, b, c = fit(steps)
-    start, response, prefill = fit(prompts)
-    return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill, response,
-                round=start + 0.01, cores=os.cpu_count() * alone / beside)
+    exchange = median(message() for _ in range(15))
+    if rank == 0:
+        found.put((fit(steps), fit(prompts), exchange, alone / beside))
 
 
 def lengths_of(rule_out: Path) -> list[list[int]]:
@@ -365,8 +400,9 @@ def lengths_of(rule_out: Path) -> list[list[int]]:
 def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
     """Seconds of each rule with weights that hardly move, so that lengths stay: measured and simulated. And
     the rewards of runs that learn, with and without --carry."""
-    model, runs, learnt = long_tailed(base, RUNS / "base"), {}, []
+    model, runs, costs, learnt = long_tailed(base, RUNS / "base"), {}, {}, []
     for preset, ranks in (("tiny-ppo", 2), ("tiny-grpo", 2), ("tiny-ppo", 4)):
+        costs[preset, ranks] = cpu_cost(model, ranks)  # each time: this machine's speed may change
         for rule in RULES:
             rows = train(model, preset, rule, ranks, 0, BEFORE + MEASURED, policy_lr=1e-8)
             runs[preset, rule, ranks] = [row for row in rows if "reward" in row][BEFORE:]
@@ -375,13 +411,13 @@ def measure(base: str, seeds: int) -> tuple[list[dict], list[dict]]:
     lengths = np.array(sum(lengths_of(RUNS / "tiny-ppo-whole-2-0"), []))
     long, short = lengths[lengths > 64], lengths[lengths <= 64]
     facts = {"responses": len(lengths), "long": len(long) / len(lengths), "times": long.mean() / short.mean()}
-    cost, found = cpu_cost(model), []
+    found = []
     for (preset, rule, ranks), rows in runs.items():
         names, values = (word[2:] for word in RULES[rule][::2]), map(json.loads, RULES[rule][1::2])
         flags = dict(zip(names, values, strict=True))
-        rng = np.random.default_rng(0)
-        predicted = simulate(replace(PRESETS[preset], **SHAPE, **flags), ranks, cost, 8,
-                             lambda n, rng=rng: rng.choice(lengths, n), 4 * STEPS)
+        own = itertools.cycle(sum(lengths_of(RUNS / f"{preset}-{rule}-{ranks}-0"), []))  # the run's, in order
+        predicted = simulate(replace(PRESETS[preset], **SHAPE, **flags), ranks, costs[preset, ranks], 8,
+                             lambda n, own=own: np.fromiter(own, int, n), BEFORE + MEASURED, BEFORE)
         means = {name: fmean(row[f"time/{name}"] for row in rows) for name in ("rollout", "wait", "step")}
         found.append({"preset": preset, "rule": rule, "ranks": ranks,
                       "sampling_s": means["rollout"] + means["wait"], "simulated_s": predicted["seconds"],
