@@ -603,7 +603,7 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     sampled = np.zeros(ends[-1], bool)
     sampled[response] = np.concatenate([s.is_sampled for s in samples])
     rewards[ends - 1] = [s.score for s in samples]
-    segments = [np.array([*s.prompt, *s.ids], dtype=np.int64) for s in samples]
+    segments = [np.array([*s.prompt, *s.ids.tolist()], dtype=np.int64) for s in samples]
     unique, inverse = unique_prefixes(segments)
     mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
     fresh = mask.copy()

@@ -15,7 +15,6 @@ log-probs is left out where the ratio is 1."""
 
 import contextlib
 import gc
-import itertools
 import math
 import os
 import resource
@@ -174,7 +173,7 @@ def train(run: Run) -> bool:
         with dist.phase("pack"):
             if cfg.algo == "grpo" and cfg.advantage != "return_whiten":
                 samples = add_group_advantages(samples, cfg)
-            minibatches = make_packs(samples, step, cfg, world, policy.model, meter)
+            minibatches = make_packs(samples, len(batch), step, cfg, world, policy.model, meter)
             save_samples(run, step, batch, samples)
         with dist.deterministic(cfg.deterministic):
             learn(run, step, minibatches, meter)
@@ -487,21 +486,20 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
             for s, a, k in zip(samples, advantages.flatten().tolist(), keep.tolist(), strict=True)]
 
 
-def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World, model: nn.Module,
-               meter: Meter) -> Minibatches:
+def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
+               model: nn.Module, meter: Meter) -> Minibatches:
     """The step's minibatches of packs for this rank: equal work, and equally many packs, on every rank.
-    Measures the tokens, the share of them that is computed, and the training FLOP without recomputation."""
-    keys, prompts = step_keys(samples)
-    lengths = torch.zeros(cfg.samples_per_step, dtype=torch.int64)
-    lengths[keys] = torch.tensor([s.length for s in samples], dtype=torch.int64)
-    lengths = dist.all_sum(lengths).numpy()
+    Measures the tokens, the share of them that is computed, and the training FLOP without recomputation.
+    `n_prompts`: of the step, on all ranks."""
+    keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     c, params = model.config, sum(p.numel() for p in model.parameters())
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
     layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2), prompts)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
-    minibatches = [[pack(some, step).to(world.device) for some in minibatch]
+    version = step if cfg.carry else None  # else all tokens are of the step's own weights
+    minibatches = [[pack(some, version).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
@@ -513,13 +511,17 @@ def make_packs(samples: list[Sample], step: int, cfg: Config, world: dist.World,
     return minibatches
 
 
-def step_keys(samples: list[Sample]) -> tuple[list[int], np.ndarray]:
-    """Number of each sample among those of all ranks, which are ordered by (prompt_id, sample_id); and the
-    prompt_id of each number."""
-    mine = [(s.prompt_id, s.sample_id) for s in samples]
-    everyone = sorted(itertools.chain(*dist.gather(mine)))
-    number = {key: i for i, key in enumerate(everyone)}
-    return [number[key] for key in mine], np.array([prompt_id for prompt_id, _ in everyone])
+def number_samples(samples: list[Sample], n_prompts: int,
+                   n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """The number of each sample among the S of all ranks, which are ordered by (prompt_id, sample_id). And by
+    number, the samples' prompt_id (S,) and tokens (S,). `n`: samples of a prompt, some of which may be
+    missing with --carry."""
+    places = [s.prompt_id * n + s.sample_id for s in samples]
+    tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
+    tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
+    tokens = dist.all_sum(tokens).numpy()
+    found = tokens.nonzero()[0]  # places of the samples that exist: each has a token at least
+    return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[list[list[list[int]]]],

@@ -216,29 +216,31 @@ class Trajectories:
     def _take(self, s, before):
         """Take a segment of this round; `before` is its trajectory so far, if there is one. Returns whether
         its turn goes on."""
-        whole, text = self._join(before, s) if before else (replace(s, text=""), s.text)
+        earlier = before.text if before else ""  # of the turns before
+        whole = self._join(before, s) if before else s
         key = whole.prompt_id, whole.sample_id
         self.going.pop(key, None)
         if not whole.stopped and self._left(whole) > 0:
-            self.going[key] = whole
+            self.going[key] = replace(whole, text=earlier)
             return True
-        s = replace(whole, text=whole.text + text)
-        if self.engine.cfg.env and s.stopped:
-            self.asked[key] = s
-            self.grader.ask(key, self.problems[s.prompt_id].text, text, s.turns)
+        if self.engine.cfg.env and whole.stopped:
+            self.asked[key] = whole
+            self.grader.ask(key, self.problems[whole.prompt_id].text, whole.text[len(earlier):], whole.turns)
         else:
-            self._end(s)
+            self._end(whole)
         return False
 
     def _join(self, before, s):
-        """The trajectory with its next segment, its text that of the turns before, and this turn's text."""
+        """The trajectory with its next segment."""
         here = before.ids[before.turn_start:]
         if len(here) == 0:  # a new turn
-            return extended(before, s), s.text
+            return replace(extended(before, s), text=before.text + s.text)
         count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
         if count:
             s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
-        return extended(before, s), self.engine.text_of(np.concatenate([here, s.ids]))
+        # Decoded as one: a character's bytes may be on both sides of the seam.
+        return replace(extended(before, s),
+                       text=before.text + self.engine.text_of(np.concatenate([here, s.ids])))
 
     def _fail(self, s, reason):
         """End a trajectory whose environment failed. Its reward is 0."""

@@ -80,7 +80,8 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
-    minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
+    n_prompts = 1 + max(s.prompt_id for s in samples)
+    minibatches = train.make_packs(mine, n_prompts, 0, cfg, world, policy.model, Meter())
     counts = dist.gather([len(packs) for packs in minibatches])
     assert all(of_rank == counts[0] for of_rank in counts)
     meter = Meter()

@@ -203,7 +203,8 @@ def test_whitening_and_ppos_losses_are_means_over_sampled_tokens(seed):
 def shares(samples: list[Sample]) -> list[Sample]:
     """The samples with their weights for --aggregation prompt, all in one minibatch."""
     dist.init("cpu", "float32")
-    keys, prompts = train.step_keys(samples)
+    n = 1 + max(s.sample_id for s in samples)
+    keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
     return train.add_prompt_shares(samples, keys, [[[keys]]], torch.from_numpy(prompts))
 
 
