@@ -6,8 +6,9 @@
 
 The simulator knows the engines' cost of a decoding step by batch and context, and a distribution of lengths.
 It runs the rules of rollout.rollout_in_rounds on them: who goes on where, when a step has enough samples,
-what is carried. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is the share
-of the engines' seconds in which they wait for others.
+what is carried. With `one round`, as long as the longest response, the samples of a prompt are dealt to all
+engines, and stay there. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is
+the share of the engines' seconds in which they wait for others.
 
 The measured task is the demo's, except that one response in 50 or so begins with hundreds of dots: these are
 twenty times as long as the others. The base model is trained to do so, here, in a minute. The engine is
@@ -38,6 +39,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
+# And README's settings for glibc, for the processes that start here: they keep the memory that they free.
+os.environ |= {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
+               "MALLOC_MMAP_THRESHOLD_": "33554432"}
 
 import plan
 from configs import PRESETS, Config
@@ -57,7 +61,8 @@ class Cost:
     round: float = 0.0  # of a round, beside that
     exchange: float = 0.0  # of a message to all engines. One ends a round; rounds have two more a step
     cores: int = sys.maxsize  # engine i is bound to core i % cores
-    slowed: float = 1.0  # speed of a core while all of them are busy; alone it is 1
+    beside: float = 1.0  # speed of a core while all cores are busy; alone it is 1
+    shared: float = 1.0  # speed of a core that several engines share
 
 
 # --- the simulator
@@ -84,8 +89,8 @@ def together(seconds: Sequence[float], cost: Cost) -> float:
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
-        speed = cost.slowed if len(of_core) == cost.cores else 1.0
-        speeds = {i: speed / of_core[i % cost.cores] for i in left}
+        own = cost.beside if len(of_core) == cost.cores else 1.0
+        speeds = {i: (own if (n := of_core[i % cost.cores]) == 1 else cost.shared) / n for i in left}
         passed = min(s / speeds[i] for i, s in left.items())  # until the next engine is done
         elapsed += passed
         left = {i: rest for i, s in left.items() if (rest := s - passed * speeds[i]) > 1e-9}
@@ -168,15 +173,18 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
 
 
-def lognormal(mean: float, sigma: float, cap: int, seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Draws lengths: log-normal, cut at `cap`, with about this mean after the cut."""
+def lognormal(mean: float, sigma: float, cap: int, alike: float,
+              seed: int = 0) -> Callable[[int], np.ndarray]:
+    """Draws the lengths of a prompt's responses: log-normal, cut at `cap`, with about this mean after the
+    cut. `alike`: correlation of two responses to one prompt, of the logarithms of their lengths."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # the cut takes some of the mean away
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):
-        return np.clip(rng.lognormal(center, sigma, count), 1, cap).astype(int)
+        z = math.sqrt(alike) * rng.standard_normal() + math.sqrt(1 - alike) * rng.standard_normal(count)
+        return np.clip(np.exp(center + sigma * z), 1, cap).astype(int)
 
     return draw
 
@@ -199,21 +207,21 @@ def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
 SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}  # parameters, KV bytes
 
 
-def table(preset: str, model: str, gpus: int, mean: float, sigma: float) -> list[dict]:
+def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
     """One row a rule."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
     cfg = replace(cfg, tp=1)  # an engine is a rank here
-    rules = {"whole": {}, "rounds": dict(round_len=cap // 16)} | {
+    rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {
         f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
         for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}
     rows = [{"rule": name} | simulate(replace(cfg, **changes), engines, cost, prompt,
-                                      lognormal(mean, sigma, cap)) for name, changes in rules.items()]
+                                      lognormal(mean, sigma, cap, alike)) for name, changes in rules.items()]
     full = cfg.samples_per_step / engines
     batch = np.array([min(full, cfg.max_num_seqs)])
     ideal = rows[0]["tokens"] / engines / batch[0] * float(cost.step(batch, batch * (prompt + mean / 2))[0])
     rows.append({"rule": "ideal", "seconds": ideal, "idle": 0.0, "staleness": 0.0, "oldest": 0})
-    facts = {"preset": preset, "gpus": gpus, "mean": mean, "sigma": sigma, "cap": cap}
+    facts = {"preset": preset, "gpus": gpus, "mean": mean, "sigma": sigma, "cap": cap, "alike": alike}
     return [facts | row | {"speedup": rows[0]["seconds"] / row["seconds"]} for row in rows]
 
 
@@ -221,7 +229,8 @@ def show(rows: Sequence[dict]) -> None:
     """Print rows of `table`."""
     first = rows[0]
     print(f"\n{first['preset']} on {first['gpus']} H100: responses of {first['mean']:,} tokens on average, "
-          f"log-normal with sigma {first['sigma']}, at most {first['cap']:,}\n")
+          f"log-normal with sigma {first['sigma']}, at most {first['cap']:,};\n"
+          f"those to one prompt have a correlation of {first['alike']}\n")
     print(f"  {'rule':24}{'seconds':>9}{'speed-up':>10}{'idle':>7}{'staleness':>11}{'oldest':>8}")
     for row in rows:
         print(f"  {row['rule']:24}{row['seconds']:9.1f}{row['speedup']:10.2f}{row['idle']:7.0%}"
@@ -313,35 +322,36 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
 
 
 def cpu_cost(model: Path, ranks: int) -> Cost:
-    """What vLLM costs on one core of this machine, now: lines through decoding steps of several batches, and
-    through whole rollouts of one token, of prompts of several lengths, right after other work. Relative
-    errors count: the tail is many steps of few responses."""
+    """What a round costs with vLLM on one core of this machine, now: fitted to rounds of several batches,
+    prompts and lengths, right after other work. Relative errors count: the tail is many steps of few
+    responses. Responses end one by one, as they do in training. vLLM takes more time for a step if one has
+    just ended, here 15 % more in a rollout of 60."""
     context = multiprocessing.get_context("spawn")
     together, found = context.Barrier(ranks), context.SimpleQueue()
     engines = [context.Process(target=cpu_figures, args=(model, rank, ranks, together, found))
                for rank in range(ranks)]
     for engine in engines:
         engine.start()
-    (a, b, c), (start, response, prefill), exchange, slowed = found.get()
+    (start, response, prefill, a, b, c), exchange, beside, shared = found.get()
     for engine in engines:
         engine.join()
     return Cost(lambda n, cached: np.where(n > 0, a + b * n + c * cached, 0), prefill, response, round=start,
-                exchange=exchange, cores=os.cpu_count(), slowed=slowed)
+                exchange=exchange, cores=os.cpu_count(), beside=beside, shared=shared)
 
 
 def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -> None:
-    """An engine's process. Rank 0 puts into `found` the coefficients of cpu_cost's two lines, measured alone,
-    the seconds of a message to all, and how fast a core is while all engines work."""
+    """An engine's process. Rank 0 puts into `found` the seconds of a round, a response, a token that is read,
+    a decoding step, a response in it and a token cached in it, measured alone; the seconds of a message to
+    all; and the speed of a core beside busy ones, and of one that engines share."""
     import time
 
-    from vllm import SamplingParams
-
     import dist
-    from data import Problem
+    from data import Problem, Sample
     from model import files_weights, load_tokenizer
-    from rollout import make_engine, make_grader, rollout
+    from rollout import make_engine, make_grader
+    from trajectories import Trajectories
 
-    cores, steps, prompts, samples = os.cpu_count(), [], [], []
+    cores, rounds = os.cpu_count(), []
     os.sched_setaffinity(0, {rank % cores})
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(PORT)}
@@ -349,46 +359,47 @@ def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -
     cfg = replace(PRESETS["tiny-grpo"], model=path, engine="vllm", **SHAPE)
     engine, grader = make_engine(path, load_tokenizer(path), cfg, world.device, world.dtype), make_grader(cfg)
 
-    def run(count, prompt, tokens):
-        asked = rng.integers(20, 90, (count, prompt)).tolist()
+    def run(count, prompt, tokens, seed):
+        """`count` trajectories of `tokens` tokens, after a prompt of random tokens, with from 0 to nearly all
+        of their tokens before the round; the trajectories after it; and seconds."""
+        problems = {i: Problem("", tuple(rng.integers(20, 90, prompt).tolist()), "0") for i in range(count)}
+        before = [rng.integers(20, 90, tokens * i // count).astype(np.int32) for i in problems]
+        trajectories = Trajectories(engine, grader, problems, 1, tokens, tokens)
+        trajectories.add(Sample(i, 0, problems[i].ids, ids, np.zeros(len(ids), np.float32), False, "", 0)
+                         for i, ids in enumerate(before))
         with engine.awake(files_weights(path, world.device, world.dtype), version=0):
             np.ones(2**24).sum()  # training leaves nothing of the engine in the caches
             start = time.perf_counter()
-            if tokens > 1:
-                params = [SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True,
-                                         seed=i, stop=["</nothing>"]) for i in range(count)]
-                engine.llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
-            else:
-                problems = {i: Problem("", tuple(ids), "0") for i, ids in enumerate(asked)}
-                samples.extend(rollout(engine, grader, problems, 1, 1.0, 1, (0,), 0))
-            return time.perf_counter() - start
+            trajectories.advance(1.0, (seed,), 0)
+            return before, trajectories.graded(), time.perf_counter() - start
 
-    for tokens in (1, 16):
-        run(8, 8, tokens)
+    def seconds(times):
+        return median(run(16, 8, 74, seed)[2] for seed in range(times))
+
     def message():
         start = time.perf_counter()
         dist.gather(list(range(32)))
         dist.exchange([sent[r::ranks] for r in range(ranks)])
         return time.perf_counter() - start
 
-    sent = samples[:8] * 4
+    sent = run(32, 8, 48, 0)[1]
     together.wait()
-    for count in (1, 4, 16, 64) if rank == 0 else ():
-        for prompt in (8, 300):
-            one, few, many = (median(run(count, prompt, tokens) for _ in range(5)) for tokens in (1, 10, 74))
-            steps.append(((1, count, count * (prompt + 42)), (many - few) / 64))
-            prompts.append(((1, count, count * prompt), one))
-    alone = median(run(16, 8, 74) for _ in range(9 if rank == 0 else 1))
+    shapes = itertools.product((1, 4, 16, 64), (8, 300), (1, 48, 200), range(5))
+    for count, prompt, tokens, seed in shapes if rank == 0 else ():
+        before, after, taken = run(count, prompt, tokens, seed)
+        had = np.array([prompt + len(ids) for ids in before])
+        new = np.array([s.length for s in after]) - had
+        cached = (new * had + new * (new - 1) / 2).sum()
+        rounds.append(np.array([1, count, had.sum(), new.max(), new.sum(), cached]) / taken)
+    alone = seconds(9 if rank == 0 else 1)
     together.wait()
-    beside = median(run(16, 8, 74) for _ in range(15)) / -(-ranks // cores)  # its share of its core
-
-    def fit(points):
-        columns, seconds = (np.array(x, float) for x in zip(*points, strict=True))
-        return np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
-
+    beside = seconds(15 if rank < cores else 1)
+    together.wait()
+    shared = seconds(15) / -(-ranks // cores)  # its share of its core
     exchange = median(message() for _ in range(15))
     if rank == 0:
-        found.put((fit(steps), fit(prompts), exchange, alone / beside))
+        figures = np.linalg.lstsq(np.array(rounds), np.ones(len(rounds)), rcond=None)[0]
+        found.put((figures, exchange, alone / beside, alone / shared))
 
 
 def lengths_of(rule_out: Path) -> list[list[int]]:
@@ -449,9 +460,10 @@ def main() -> None:
     else:
         rows = []
         for preset, mean in (("orz-7b", 2000), ("orz-7b-grpo", 2000), ("orz-32b", 4000)):
-            found = table(preset, "32b" if "32b" in preset else "7b", 32, mean, 1.0)
-            show(found)
-            rows += found
+            for alike in (0.0, 0.5):
+                found = table(preset, "32b" if "32b" in preset else "7b", 32, mean, 1.0, alike)
+                show(found)
+                rows += found
     if args.out:
         Path(args.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -129,6 +129,34 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     assert 0 < min(counts) < 3 == max(counts)
 
 
+def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
+    """Prompt and sample of the trajectories that this rank's engine takes on in each round of a step."""
+    dist.init("cpu", "float32")
+    engine, problems = setup(folder, round_len=round_len, carry=0.0)
+    generate, rounds = engine.generate, []
+    engine.generate = lambda prompts, *args: (rounds.append([divmod(i, 3) for i in prompts]),
+                                              generate(prompts, *args))[1]
+    flight = data.problems_at(problems, data.numbers_at(0, engine.cfg), engine.cfg)
+    weights = model.files_weights(folder, torch.device("cpu"), torch.float32)
+    with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
+        rollout.rollout_in_rounds(engine, grader, flight, [], engine.cfg, 0, lambda: False)
+    return rounds
+
+
+def test_a_round_as_long_as_a_response_deals_samples_once(folders):
+    """The samples of a prompt are on all ranks, and none moves. The result is the same on any number."""
+    settings = dict(round_len=30, carry=0.0)
+    whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
+    assert all(len(step) == 12 for step in whole)
+    for count in (2, 3):
+        parts = [steps for steps, left in run_ranks(count, sampled, folders, settings)]
+        assert [content(sum((of_rank[i][1] for of_rank in parts), [])) for i in range(6)] == whole
+        rounds = run_ranks(count, drawn, folders[0], 30)
+        assert all(len(of_rank) == 1 for of_rank in rounds)
+        assert all({prompt for prompt, _ in only} == set(range(4)) for (only,) in rounds)
+        assert sorted(sum((only for (only,) in rounds), [])) == [(i, j) for i in range(4) for j in range(3)]
+
+
 def setup_cfg():
     return dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, round_len=2, carry=0.75)
 
@@ -326,7 +354,8 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(carry=0.25), "--carry 0.25 without --round_len"),
     (dict(round_len=4, carry=0.25, tis_clip=None), "not corrected; needed: --tis_clip 2"),
-    (dict(round_len=48), "--round_len 48 is as long as a response"),
+    (dict(round_len=49), "--round_len 49 is too long .*; needed: at most --round_len 48"),
+    (dict(round_len=48, carry=0.25), "--round_len 48 is too long .* at most --round_len 47"),
     (dict(round_len=4, resample_rounds=1), "--round_len 4 with --resample_rounds 1"),
     (dict(round_len=4, tp=2), "--round_len 4 with --tp 2"),
     (dict(round_len=4, carry=9.0), "--carry is 9.0")])
