@@ -263,9 +263,8 @@ class Config:
             require(value == usual, f"--round_len {self.round_len} with --{flag} {value}",
                     f"one of them: no --round_len, or --{flag} {usual}")
         longest = self.max_response_len - (self.carry > 0)  # after one round nothing is left to carry
-        require(self.round_len <= longest, f"--round_len {self.round_len} is too long a round for --carry "
-                f"{self.carry} and --max_response_len {self.max_response_len}",
-                f"at most --round_len {longest}, or none")
+        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
+                f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
         require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
         require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
                 "--template chat")

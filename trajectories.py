@@ -232,15 +232,14 @@ class Trajectories:
 
     def _join(self, before, s):
         """The trajectory with its next segment."""
-        here = before.ids[before.turn_start:]
-        if len(here) == 0:  # a new turn
-            return replace(extended(before, s), text=before.text + s.text)
-        count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
-        if count:
-            s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
-        # Decoded as one: a character's bytes may be on both sides of the seam.
-        return replace(extended(before, s),
-                       text=before.text + self.engine.text_of(np.concatenate([here, s.ids])))
+        here, text = before.ids[before.turn_start:], s.text
+        if len(here):  # the turn goes on
+            count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
+            if count:
+                s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
+            # Decoded as one: a character's bytes may be on both sides of the seam.
+            text = self.engine.text_of(np.concatenate([here, s.ids]))
+        return replace(extended(before, s), text=before.text + text)
 
     def _fail(self, s, reason):
         """End a trajectory whose environment failed. Its reward is 0."""
@@ -331,9 +330,9 @@ def stop_across(before: np.ndarray, after: np.ndarray, stop: Sequence[str], toke
         text = tokenizer.decode([*tail, *after[:count]])
         return [text.count(s) for s in stop]
 
-    if found(len(after)) == found(0):  # nearly always
+    if not stop or found(len(after)) == found(0):  # nearly always
         return 0
-    return next(n for n in range(1, len(after) + 1) if any(map(operator.gt, found(n), found(n - 1))))
+    return next((n for n in range(1, len(after) + 1) if any(map(operator.gt, found(n), found(n - 1)))), 0)
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:

@@ -39,15 +39,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
-# And README's settings for glibc, for the processes that start here: they keep the memory that they free.
-os.environ |= {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
-               "MALLOC_MMAP_THRESHOLD_": "33554432"}
 
 import plan
+from bench.vs_trl import MALLOC
 from configs import PRESETS, Config
 from data import prompt_form, step_of
 from trajectories import moves
 
+os.environ |= MALLOC  # for the processes that start here: they keep the memory that they free
 STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
 
 
@@ -230,7 +229,7 @@ def show(rows: Sequence[dict]) -> None:
     first = rows[0]
     print(f"\n{first['preset']} on {first['gpus']} H100: responses of {first['mean']:,} tokens on average, "
           f"log-normal with sigma {first['sigma']}, at most {first['cap']:,};\n"
-          f"those to one prompt have a correlation of {first['alike']}\n")
+          f"those to the same prompt have lengths whose logarithms are correlated by {first['alike']}\n")
     print(f"  {'rule':24}{'seconds':>9}{'speed-up':>10}{'idle':>7}{'staleness':>11}{'oldest':>8}")
     for row in rows:
         print(f"  {row['rule']:24}{row['seconds']:9.1f}{row['speedup']:10.2f}{row['idle']:7.0%}"
@@ -314,8 +313,7 @@ def train(model: Path, preset: str, rule: str, ranks: int, seed: int, steps: int
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
                "--no-python", "sh", "-c", BOUND, sys.executable, "train.py", preset, "--go", *RULES[rule],
                *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -327,8 +325,8 @@ def cpu_cost(model: Path, ranks: int) -> Cost:
     responses. Responses end one by one, as they do in training. vLLM takes more time for a step if one has
     just ended, here 15 % more in a rollout of 60."""
     context = multiprocessing.get_context("spawn")
-    together, found = context.Barrier(ranks), context.SimpleQueue()
-    engines = [context.Process(target=cpu_figures, args=(model, rank, ranks, together, found))
+    barrier, found = context.Barrier(ranks), context.SimpleQueue()
+    engines = [context.Process(target=cpu_figures, args=(model, rank, ranks, barrier, found))
                for rank in range(ranks)]
     for engine in engines:
         engine.start()
@@ -339,7 +337,7 @@ def cpu_cost(model: Path, ranks: int) -> Cost:
                 exchange=exchange, cores=os.cpu_count(), beside=beside, shared=shared)
 
 
-def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -> None:
+def cpu_figures(model: Path, rank: int, ranks: int, barrier: Any, found: Any) -> None:
     """An engine's process. Rank 0 puts into `found` the seconds of a round, a response, a token that is read,
     a decoding step, a response in it and a token cached in it, measured alone; the seconds of a message to
     all; and the speed of a core beside busy ones, and of one that engines share."""
@@ -383,7 +381,7 @@ def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -
         return time.perf_counter() - start
 
     sent = run(32, 8, 48, 0)[1]
-    together.wait()
+    barrier.wait()
     shapes = itertools.product((1, 4, 16, 64), (8, 300), (1, 48, 200), range(5))
     for count, prompt, tokens, seed in shapes if rank == 0 else ():
         before, after, taken = run(count, prompt, tokens, seed)
@@ -392,9 +390,9 @@ def cpu_figures(model: Path, rank: int, ranks: int, together: Any, found: Any) -
         cached = (new * had + new * (new - 1) / 2).sum()
         rounds.append(np.array([1, count, had.sum(), new.max(), new.sum(), cached]) / taken)
     alone = seconds(9 if rank == 0 else 1)
-    together.wait()
+    barrier.wait()
     beside = seconds(15 if rank < cores else 1)
-    together.wait()
+    barrier.wait()
     shared = seconds(15) / -(-ranks // cores)  # its share of its core
     exchange = median(message() for _ in range(15))
     if rank == 0:

@@ -354,8 +354,8 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(carry=0.25), "--carry 0.25 without --round_len"),
     (dict(round_len=4, carry=0.25, tis_clip=None), "not corrected; needed: --tis_clip 2"),
-    (dict(round_len=49), "--round_len 49 is too long .*; needed: at most --round_len 48"),
-    (dict(round_len=48, carry=0.25), "--round_len 48 is too long .* at most --round_len 47"),
+    (dict(round_len=49), "--round_len 49 with .* has at most 48 tokens; needed: at most --round_len 48"),
+    (dict(round_len=48, carry=0.25), "--round_len 48 with --carry 0.25, .*; needed: at most --round_len 47"),
     (dict(round_len=4, resample_rounds=1), "--round_len 4 with --resample_rounds 1"),
     (dict(round_len=4, tp=2), "--round_len 4 with --tp 2"),
     (dict(round_len=4, carry=9.0), "--carry is 9.0")])
