@@ -746,12 +746,14 @@ def load_policy(path: str, device: Device = "cpu",
 
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
-    """A critic with the folder's backbone. Its head is the folder's, or else drawn from N(0, 1/(D+1)) by
-    `seed`. Raises UserError as load_config does."""
+    """A critic with the folder's backbone. Its head is the folder's, or else drawn by `seed` from a normal
+    distribution with standard deviation 1/(D+1), as in Open-Reasoner-Zero's code. The final norm gives states
+    of length √D, so first values have a standard deviation of about 1/√D. Raises UserError as load_config
+    does."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in files_keys(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
-        dist.fill(critic.score.weight, head * (critic.config.hidden_size + 1) ** -0.5)
+        dist.fill(critic.score.weight, head / (critic.config.hidden_size + 1))
     return critic
 
 
