@@ -42,7 +42,7 @@ endif
 	touch $@
 
 $(BASE)/tiny.json: .venv/.demo
-	.venv/bin/python tiny.py $(BASE) --seed $(SEED)
+	.venv/bin/python -m tools.tiny $(BASE) --seed $(SEED)
 
 # glibc keeps the memory that a step frees. Otherwise it goes back to the kernel and returns one page at a time:
 # some ten thousand page faults, a tenth of an update's time in the demo. Not for `test`, which measures memory.
@@ -68,7 +68,7 @@ test: .venv/.test
 	.venv/bin/python -m pytest
 
 plan: .venv/.demo
-	.venv/bin/python plan.py orz-7b --layout production --gpu H200
+	.venv/bin/python -m tools.plan orz-7b --layout production --gpu H200
 
 rehearse: $(BASE)/tiny.json
 	.venv/bin/python bench/rehearse.py --base $(BASE)

@@ -52,8 +52,7 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
-import plan
-from configs import Config, UserError, changed, require, user_errors
+from configs import Config, UserError, changed, gib, require, user_errors
 from data import Sample, chat_template, prompt_form
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
@@ -267,8 +266,8 @@ class Saver:
             shutil.rmtree(temp, ignore_errors=True)
         last = next((p.name for p in reversed(complete(self.out))), "none")
         return SaveFailed(
-            f"the checkpoint after {self.step} steps failed: {error} ({plan.gib(free)} free in {self.out}, "
-            f"{plan.gib(self.buffer.nbytes)} needed); the last complete one: {last}")
+            f"the checkpoint after {self.step} steps failed: {error} ({gib(free)} free in {self.out}, "
+            f"{gib(self.buffer.nbytes)} needed); the last complete one: {last}")
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:

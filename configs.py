@@ -2,8 +2,8 @@
 
 One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
 comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
-flag beats the layout, the layout beats the preset, the preset beats the default. `python plan.py PRESET`
-shows what follows from the values.
+flag beats the layout, the layout beats the preset, the preset beats the default. `python -m tools.plan
+PRESET` shows what follows from the values.
 
 The `orz-*` numbers are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What it calls
 "nodes" are GPUs; here they are called ranks.
@@ -20,7 +20,6 @@ import functools
 import importlib.util
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -31,6 +30,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 
 
 class UserError(ValueError):
@@ -547,8 +548,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
 def check_paths(cfg: Config) -> None:
     """Refuse a run whose model or data is not there, before anything slow is imported. Raises UserError.
 
-    Names that may be the hub's are left to model.resolve and rows.local_file. Where ranks run on several
-    machines, all is left to them: they tell which machine lacks it."""
+    Names that may be the hub's are left to model.resolve and grading.rows.local_file. Where ranks run on
+    several machines, all is left to them: they tell which machine lacks it."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in [cfg.model] + [cfg.critic_model] * (cfg.critic_model != ""):
@@ -565,7 +566,7 @@ PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}  
 def set_allocator() -> None:
     """Let torch's CUDA allocator grow its segments, unless the user has set it. Before torch is imported.
 
-    plan.py counts on it: 1 to 3 GiB less are lost in holes, and how many is known."""
+    tools/plan.py counts on it: 1 to 3 GiB less are lost in holes, and how many is known."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -599,7 +600,7 @@ def data_file(path: str) -> Path:
 
 def _build(path):
     """What makes the folder of the tiny presets."""
-    return "python tiny.py, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
+    return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
 def help_class() -> type:
@@ -648,94 +649,8 @@ def replace_text(path: Path, text: str) -> None:
     temp.replace(path)
 
 
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A number of a JSON file, as the text that it is there: 1.10 stays 1.10, and 5,000 digits stay."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-ROW = json.JSONDecoder(parse_float=Number, parse_int=Number)
-AFTER_ROW = re.compile(r"\s*(,\s*|\]\s*\Z)")  # of a JSON list
-BOM = b"\xef\xbb\xbf"
 DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-
-
-def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. The number of a row
-    of a .jsonl file is that of its line. Numbers of JSON are `Number`s.
-
-    Raises UserError, with the row, where it can't be read or has no row."""
-    file, row = data_file(path), None
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file)
-    else:
-        with file.open("rb") as f:
-            is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
-        rows = _list_rows(file) if is_list and file.suffix != ".jsonl" else _line_rows(file)
-    for row in rows:
-        yield row
-    require(row is not None, f"{path} is empty", "at least one row with a problem and its answer")
-
-
-def _parquet_rows(file):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{file} needs pyarrow, which is missing; needed: pip install pyarrow") from None
-    try:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # rows in memory at once
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-    except (pyarrow.ArrowException, ValueError, OSError) as e:
-        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: a whole .parquet "
-                        "file") from None
-
-
-def _line_rows(file):
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            line = line.removeprefix(BOM) if number == 1 else line
-            if line.strip():
-                with _not_json(f"{file} row {number}"):
-                    row = ROW.decode(line.decode())
-                yield number, row
-
-
-def _list_rows(file):
-    with _not_json(str(file)):
-        text = file.read_text(encoding="utf-8-sig")
-    at = re.compile(r"\s*\[\s*").match(text).end()
-    if AFTER_ROW.match(text, at):  # an empty list
-        return
-    for number in itertools.count(1):
-        with _not_json(f"{file} row {number}"):
-            row, at = ROW.raw_decode(text, at)
-        yield number, row
-        after = AFTER_ROW.match(text, at)
-        require(after is not None, f"{file} row {number} is not followed by a comma or the list's end",
-                "a JSON list")
-        if after[1].startswith("]"):
-            return
-        at = after.end()
-
-
-@contextlib.contextmanager
-def _not_json(where):
-    """Raises UserError for what is neither UTF-8 nor JSON."""
-    try:
-        yield
-    except UnicodeDecodeError as e:
-        raise UserError(f"{where} is not UTF-8 (byte {e.start}); needed: a UTF-8 file") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{where} is not JSON ({e.msg}); needed: one JSON object a line, or a list") from None
-    except RecursionError:
-        raise UserError(f"{where} is nested too deeply; needed: a problem and its answer") from None
 
 
 def read_jsonl(path: Path, prefixes: tuple[str, ...] = ("",), strict: bool = False) -> list[Any]:
@@ -754,3 +669,14 @@ def read_jsonl(path: Path, prefixes: tuple[str, ...] = ("",), strict: bool = Fal
                         require(not strict, f"{path} row {number} is not JSON ({e.msg})",
                                 "one JSON object a line")
     return rows
+
+
+GIB = 2**30
+
+
+# --- numbers as text
+
+
+def gib(n: float) -> str:
+    """Bytes as text."""
+    return f"{n / GIB:.1f} GiB" if n >= GIB / 2 else f"{n / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
 """Problems in, packs out.
 
-Tokenises the rows that rows.py reads. Draws each step's prompts as a pure function of (seed, step). Cuts a
-step's samples into minibatches and balanced packs, and lays packs out for the model.
+Tokenises the rows that grading/rows.py reads. Draws each step's prompts as a pure function of (seed, step).
+Cuts a step's samples into minibatches and balanced packs, and lays packs out for the model.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from configs import Config, UserError, require
+from grading.rows import Row, problem_rows
 from reward import kind_of
-from rows import Row, problem_rows
 
 TEMPLATES = {
     # Open-Reasoner-Zero's prompt, verbatim (its playground files).

@@ -4,7 +4,6 @@ The other files read like single-device code. FSDP2 (fully_shard) shards paramet
 groups of `shard_ranks` ranks and replicated across the groups. Gradients are *summed* over ranks: losses are
 already divided by global counts, so the number of ranks does not enter the maths."""
 
-import atexit
 import contextlib
 import datetime
 import faulthandler
@@ -12,10 +11,8 @@ import hashlib
 import os
 import pickle
 import secrets
-import signal
 import socket
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,11 +72,10 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local)
         check_allocator()
     if not td.is_initialized():
-        # Longer than stall_limit: our own watch must end a stalled phase first, because it prints stacks.
+        # Longer than stall_limit: guard.watch must end a stalled phase first, because it prints stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
-        watch(stall_limit)
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(rank, size, torch.device(f"cuda:{local}" if cuda else "cpu"), compute)
 
@@ -475,91 +471,9 @@ def phase_seconds() -> dict[str, float]:
     return seconds
 
 
-def stacks() -> Iterator[str]:
-    """Lines that tell where each thread of this process is, innermost call first. No source file is read: a
-    hanging disk may be the cause."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    for thread, frame in sys._current_frames().items():
-        yield f"thread {names.get(thread, thread)}"
-        while frame:
-            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
-            frame = frame.f_back
-
-
-def watch(limit: float) -> None:
-    """Start a thread that ends this process, and prints its stacks, when a phase takes longer than `limit`
-    seconds on this rank or another one. So a hang becomes a restart, and every rank tells where it was."""
-    CURRENT.limit = limit
-    store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
-
-    def stalled():
-        """The rank that was first to notice its own stall, or nothing."""
-        if time.perf_counter() - CURRENT.began > limit:
-            store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
-        elif not store.check(["stalled"]):
-            return ""
-        return store.get("stalled").decode()
-
-    def look():
-        while not ended.wait(every) and td.is_initialized():
-            try:
-                who = stalled()
-            except (RuntimeError, ValueError):  # the other ranks are gone; the first to see that reports it
-                return
-            if who:
-                head = (f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
-                        f"this rank is in phase {CURRENT.name}; its stacks:")
-                for line in [head, *stacks()]:  # one write a line, so that ranks' lines don't mix
-                    os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
-                time.sleep(3 * every)  # so that the other ranks print their stacks too
-                os._exit(1)
-
-    thread = threading.Thread(target=look, daemon=True, name="watch")
-    thread.start()
-
-    def end():
-        ended.set()
-        thread.join(10)
-
-    # Python ends a daemon thread wherever it is. Inside the store's C++ code that aborts the whole process.
-    atexit.register(end)
-
-
 # --- stopping on a signal
 
 stop_signal: list[Any] = []  # name and time of the signal that requested a stop on this rank; empty: none
-
-
-@contextlib.contextmanager
-def handle_signals(grace: float) -> Iterator[None]:
-    """Inside, SIGTERM, SIGUSR1 and ctrl-C request a stop (`stop_requested`) instead of ending the process.
-    The process ends anyway, with status 1, after `grace` seconds or at a second ctrl-C."""
-    ended = threading.Event()
-
-    def request(number, frame):  # takes no lock: another signal may come while it runs
-        now = time.monotonic()
-        if not stop_signal:
-            stop_signal.extend((signal.Signals(number).name, now))
-        elif number == signal.SIGINT and now - stop_signal[1] > 2:  # torchrun repeats the first ctrl-C
-            os._exit(1)
-
-    def watch_grace():
-        while not ended.wait(0.2):
-            if stop_signal and time.monotonic() - stop_signal[1] > grace:
-                print(f"rank {os.environ['RANK']}: {stop_signal[0]} came {grace:.0f} s ago (--grace), and "
-                      f"phase {CURRENT.name} has not ended: leaving without a save", file=sys.stderr)
-                os._exit(1)
-
-    stop_signal.clear()
-    threading.Thread(target=watch_grace, daemon=True, name="grace").start()
-    before = {n: signal.signal(n, request) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        ended.set()
-        stop_signal.clear()
 
 
 def stop_requested() -> bool:

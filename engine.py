@@ -121,7 +121,7 @@ def free_cache(device: torch.device) -> None:
 class Engine(abc.ABC):
     """Base class of the engines; see the top of this file. An engine is made by all ranks together."""
 
-    needs_selfcheck = False  # compare it with the trainer before the first step (checks.check_engine)
+    needs_selfcheck = False  # guard.selfcheck compares it with the trainer before the first step
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:

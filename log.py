@@ -4,7 +4,7 @@ alarms.
 Every rank adds to its own `Meter`; `Meter.reduce` adds the ranks' sums and counts before it divides, so a
 metric is never a mean of means. Rank 0 has the `Logger`, which writes the run's folder. The last part of this
 file holds the alarms and METRICS, the table of what every metric means. Plots and the HTML report are in
-report.py.
+tools/report.py.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ import math
 import os
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from tqdm import tqdm
 import dist
 from configs import Config, UserError, check_trackers, read_jsonl, replace_text
 from data import Pack, Sample, group_by_prompt
-from reward import REASONS
-from track import Trackers
+from grading.worker import REASONS
 
 # Edges of the histogram behind a 99th percentile. It takes the tokens of all packs and ranks.
 NAN = float("nan")  # a metric that no row has; every comparison with it is false
@@ -184,12 +183,15 @@ class Logger:
     """Writes everything in the run's folder `out` that is not a checkpoint. Only the rank with `main` writes.
 
     `start` is the first step that will be logged. A killed or an earlier run may have logged steps from there
-    on; they are moved to *.old.jsonl, so that no step is there twice. Raises UserError where it can't write.
+    on; they are moved to *.old.jsonl, so that no step is there twice. `new_alarms`: guard.alarms.new_alarms;
+    the default raises none. Raises UserError where it can't write.
 
     Use as `with logger:`, which closes it, and tells the trackers whether the run failed.
     """
 
-    def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str]) -> None:
+    def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
+                 new_alarms: Callable[[Sequence[Mapping], Config], list[str]] = lambda rows, cfg: []) -> None:
+        self.new_alarms = new_alarms
         self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
         check_trackers(cfg)
         if not main:
@@ -265,7 +267,7 @@ class Logger:
                 self.say(f"  {name} {row[name]:.3f}")
         if "reward" in row:
             self.history.append(row)
-            for text in new_alarms(self.history, self.cfg):
+            for text in self.new_alarms(self.history, self.cfg):
                 self.alarm(text, step)
             self.steps.set_postfix(reward=f"{row['reward']:.3f}", refresh=False)
             self.steps.update()
@@ -366,99 +368,6 @@ def read_metrics(run: Path, steps: Collection[int] | None = None) -> list[dict]:
             for row in read_jsonl(run / "metrics.jsonl", prefixes)]
 
 
-# --- alarms
-
-LAST = 5  # steps that an alarm's numbers are means over: a single odd step raises no alarm
-QUIET = 10  # an alarm is raised again only after so many steps in which it was inactive
-SOLVED = 0.9  # from this reward on, low entropy, short responses and uniform groups are a success
-Rows = Sequence[Mapping[str, float]]
-
-# name: (when the alarm is active, its line). `now` has the mean of every metric over the last LAST steps, and
-# a few earlier values; see `alarms`. A line says what was found, the likely cause, and what to change.
-ALARMS = {
-    "entropy": (
-        lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
-        "entropy is {now[entropy]:.2g} nats a token (at the first step {now[first_entropy]:.2g}) at reward "
-        "{now[reward]:.2f}; the policy has nearly stopped exploring; try a lower --policy_lr, "
-        "--clip_high 0.28 or a small --entropy_coef"),
-    "length": (
-        lambda now, cfg: (now["reward"] < SOLVED and now["response_len"] < now["longest"] / 3
-                          and now["reward"] <= now["reward_at_longest"]),
-        "responses have {now[response_len]:.0f} tokens, after {now[longest]:.0f} at their longest, and "
-        "reward went from {now[reward_at_longest]:.2f} to {now[reward]:.2f}; the policy writes less and "
-        "gains nothing; try a lower --policy_lr, and read samples/"),
-    "truncated": (
-        lambda now, cfg: now["truncated"] > 0.5,
-        "{now[truncated]:.0%} of the responses are cut at --max_response_len {cfg.max_response_len}; they "
-        "score 0; try a larger --max_response_len, or a --stop that ends what samples/ shows"),
-    "uniform": (
-        lambda now, cfg: (now["reward"] < SOLVED and now.get("uniform_groups", 0) > 0.8
-                          and cfg.samples_per_prompt > 1),
-        "{now[uniform_groups]:.0%} of the prompts have samples with equal scores, at reward "
-        "{now[reward]:.2f}; such prompts teach little; try easier problems in --data (harder ones where "
-        "reward is over 0.5), or more --samples_per_prompt"),
-    "critic": (
-        lambda now, cfg: now["explained"] <= 0 and 0.05 < now["reward"] < SOLVED,
-        "for 10 steps the critic explained none of the returns' variance (at best {now[explained]:.2g}); "
-        "its advantages are noise; try a higher --critic_lr, more --critic_updates, or "
-        "--freeze_policy_steps to train the critic first"),
-    "clip": (
-        lambda now, cfg: now["clip_share"] > 0.3,
-        "{now[clip_share]:.0%} of the tokens are clipped; the updates move the policy too far from the "
-        "step's samples; try a lower --policy_lr, or fewer --policy_updates (now {cfg.policy_updates})"),
-    "gap": (
-        lambda now, cfg: now["logp_gap/mean"] > 0.1 * cfg.max_logp_gap,
-        "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token, and the run stops at "
-        "--max_logp_gap {cfg.max_logp_gap:g}; it is rounding, or an error if it grows; try --dtype float32, "
-        "which has almost no rounding"),
-    "ess": (
-        lambda now, cfg: now["ess"] < 0.9,
-        "the effective sample size is {now[ess]:.0%}; engine and trainer disagree, so few tokens carry the "
-        "update; try --dtype float32 to see whether it is rounding, or cap the weights with a lower "
-        "--tis_clip (now {cfg.tis_clip})"),
-    "finite": (
-        lambda now, cfg: bool(now["nonfinite"]),
-        "no finite number: {now[nonfinite]}; the weights or the samples may be damaged; stop the run, and "
-        "look at samples/ and nonfinite/"),
-    "grading": (
-        lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
-        "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
-        "too long; they score 0; repair --reward, or raise --grade_deadline (now {cfg.grade_deadline:g})"),
-}
-
-
-def _mean(rows, name):
-    """The mean of a metric over the last LAST of `rows`; one of them must have it."""
-    return fmean(row[name] for row in rows[-LAST:] if name in row)
-
-
-def alarms(rows: Rows, cfg: Config) -> dict[str, str]:
-    """What is wrong after the training steps `rows`, one or more: name of the alarm -> its line."""
-    lengths = [row.get("response_len", 0.0) for row in rows]
-    longest = lengths.index(max(lengths))
-    explained = [row.get("explained_variance", 1.0) for row in rows[-10:]]
-    now = defaultdict(lambda: NAN, {
-        "longest": lengths[longest],
-        "reward_at_longest": _mean(rows[:longest + 1], "reward"),
-        "first_entropy": next((row["entropy"] for row in rows if "entropy" in row), NAN),
-        # Of 10 steps, but not of a new critic's first 20.
-        "explained": max(explained) if len(rows) >= 30 else 1.0,
-        "nonfinite": ", ".join(name for name, x in rows[-1].items() if not math.isfinite(x))})
-    for name in rows[-1]:
-        now[name] = _mean(rows, name)
-    return {name: text.format(now=now, cfg=cfg)
-            for name, (active, text) in ALARMS.items() if active(now, cfg)}
-
-
-def new_alarms(rows: Rows, cfg: Config) -> list[str]:
-    """The lines of the alarms that the last row raises: active now, and inactive during the QUIET steps
-    before. Depends on the rows alone, so a resumed run raises the same alarms as one never stopped."""
-    before = set()
-    for end in range(max(len(rows) - QUIET, 1), len(rows)):
-        before |= alarms(rows[:end], cfg).keys()
-    return [text for name, text in alarms(rows, cfg).items() if name not in before]
-
-
 # --- the metrics
 
 # key | unit | meaning. In a key, <…> stands for any name. docs/metrics.md has the same table.
@@ -546,3 +455,201 @@ def metric_meanings() -> dict[str, str]:
     rows = re.findall(r"^(.+) \| (.+) \| (.+)$", METRICS, re.MULTILINE)
     return {re.sub("<.+?>", "[^/]+", key): f"{meaning} ({unit})".replace("`", "")
             for key, unit, meaning in rows}
+
+
+PROJECT = "torz"  # the project, or MLflow's experiment, that all runs go to
+TABLE_ROWS = 512  # of a step's samples, at most
+COLUMNS = {  # of the table of samples: the name in samples/*.jsonl
+    "prompt": "problem", "response": "response", "gold": "gold", "reward": "reward",
+    "advantage": "advantage", "length": "tokens", "reason": "reason"}
+ENVIRONMENT = {  # what the packages read, where the user has not set it
+    "WANDB_CONSOLE": "off",  # otherwise it takes over stdout, and with it the progress bars
+    "WANDB_QUIET": "true",
+    "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise the end of a run waits for the network for ever
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses so much of its file
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # a folder; for SQLite, mlflow-skinny lacks a package
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a step waits for it
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
+
+
+class Trackers:
+    """The run's trackers. Each gets every row of metrics.jsonl once, in the order of the steps.
+
+    track.json keeps each tracked run's id and next step. A resumed run continues them, and sends the rows
+    that a tracker lacks. A tracker that fails is dropped with an alarm, and training goes on.
+    """
+
+    def __init__(self, out: Path, alarm: Callable[[str], None]) -> None:
+        self.out, self.on_failure = out, alarm
+        self.running = {}  # name -> tracker
+        self.kept = {}  # name -> id and next step, as in track.json
+        self.samples = []  # of the step, until its metrics are there
+
+    def start(self, names: Sequence[str], config: Mapping, rows: Sequence[Mapping], resumed: bool) -> None:
+        """Open the trackers `names`, and send them the rows of earlier steps that they lack. If not
+        `resumed`, each begins another tracked run."""
+        file = self.out / "track.json"
+        if not resumed:
+            file.unlink(missing_ok=True)  # of a run in this folder that saved nothing
+        elif file.exists():
+            self.kept = json.loads(file.read_text())
+        for key, value in ENVIRONMENT.items() if names else ():
+            os.environ.setdefault(key, value)
+        for name in dict.fromkeys(names):
+            self._attempt(name, self._start, name, config, rows)
+
+    def _start(self, name, config, rows):
+        kept = self.kept.setdefault(name, {"id": "", "next_step": 0})
+        self.running[name] = TRACKERS[name](self.out, config, kept["id"])
+        kept["id"] = self.running[name].id
+        for row in rows:
+            self._send(name, row, [])
+
+    def _attempt(self, name, action, *arguments):
+        """Call an action of a tracker. Whatever it raises is an alarm: a network, a disk or a package that
+        fails must not end the run."""
+        try:
+            action(*arguments)
+        except Exception as e:
+            self.running.pop(name, None)
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            self.on_failure(f"{name} failed ({reason:.200}); training goes on without it, and a resumed run "
+                            "sends it the steps after this one")
+
+    def step(self, row: Mapping[str, float]) -> None:
+        """Send a step's metrics, and its samples if some were saved."""
+        samples, self.samples = self.samples, []
+        for name in list(self.running):
+            self._attempt(name, self._send, name, row, samples)
+
+    def _send(self, name, row, samples):
+        """Send a row, unless the tracker has that step: a killed run logged it, and the resumed run repeats
+        it. Numbers that are not finite are left out."""
+        step, kept = row["step"], self.kept[name]
+        if step < kept["next_step"]:
+            return
+        # Kept first. After a crash between the two a row is missing, and none is there twice.
+        kept["next_step"] = step + 1
+        replace_text(self.out / "track.json", json.dumps(self.kept))
+        metrics = {k: v for k, v in row.items() if k != "step" and math.isfinite(v)}
+        table = [[step, *(_printable(sample.get(field)) for field in COLUMNS.values())]
+                 for sample in samples[:TABLE_ROWS]]
+        self.running[name].log(step, metrics, table)
+
+    def alarm(self, step: int, text: str) -> None:
+        """Send an alarm."""
+        for name, tracker in list(self.running.items()):
+            self._attempt(name, tracker.alarm, step, text)
+
+    def close(self, failed: bool) -> None:
+        """Close all trackers. Waits for what is on its way, about a minute at most."""
+        for name, tracker in list(self.running.items()):
+            self._attempt(name, tracker.close, failed)
+        self.running = {}
+
+
+def _printable(x):
+    """A text without halves of surrogate pairs, which UTF-8 has not; other values as they are."""
+    return x.encode(errors="replace").decode() if isinstance(x, str) else x
+
+
+class WandbTracker:
+    """A run at Weights & Biases. WANDB_PROJECT, WANDB_MODE=offline and its other variables have their effect.
+
+    `run_id`, here and below: the tracked run to continue, "" for a new one. The attribute `id` is its id."""
+
+    def __init__(self, out: Path, config: Mapping, run_id: str) -> None:
+        import wandb
+
+        self.table = wandb.Table
+        self.run = wandb.init(project=os.environ.get("WANDB_PROJECT", PROJECT), name=out.resolve().name,
+                              id=run_id or None, resume="allow", dir=out, config=dict(config),
+                              allow_val_change=True)
+        self.id = self.run.id
+
+    def log(self, step: int, metrics: Mapping[str, float], table: Sequence[Sequence]) -> None:
+        """Send a step's metrics, and the table of its samples if it has rows. Sent at once: by default wandb
+        waits for the next step."""
+        values = dict(metrics)
+        if table:
+            values["samples"] = self.table(columns=["step", *COLUMNS], data=table, allow_mixed_types=True)
+        self._log(values, step)
+
+    def _log(self, values, step):
+        self.run.log(values, step=step, commit=True)
+
+    def alarm(self, step: int, text: str) -> None:
+        """Send an alarm."""
+        self.run.alert(title=f"step {step}", text=text)
+
+    def close(self, failed: bool) -> None:
+        """End the run."""
+        self.run.finish(exit_code=int(failed))
+
+
+class TrackioTracker(WandbTracker):
+    """A run of Trackio, whose functions are named like wandb's. It finds a run by its name alone, and keeps
+    all runs in the folder TRACKIO_DIR."""
+
+    def __init__(self, out: Path, config: Mapping, run_id: str) -> None:
+        import trackio
+
+        self.table = trackio.Table
+        self.run = trackio.init(PROJECT, out.resolve().name, config=dict(config), embed=False,
+                                resume="must" if run_id else "never")
+        self.id = self.run.id
+        if self.id != (run_id or self.id):
+            self.run.finish()
+            raise ValueError(f"a newer run is named {self.run.name} too")
+
+    def _log(self, values, step):
+        self.run.log(values, step)
+
+    def close(self, failed: bool) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+class MlflowTracker:
+    """A run of MLflow: at MLFLOW_TRACKING_URI, or in the folder `mlruns` beside the run's."""
+
+    def __init__(self, out: Path, config: Mapping, run_id: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self.out, self.id, folder = out, run_id, (out.resolve().parent / "mlruns").as_uri()
+        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", folder))
+        if run_id:
+            self.client.update_run(run_id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self.client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self.client.create_experiment(name)
+        self.id = self.client.create_run(experiment, run_name=out.resolve().name).info.run_id
+        params = [Param(key, str(value)[:6000]) for key, value in config.items()]  # 6000: MLflow's limit
+        for i in range(0, len(params), 100):  # 100: its limit a call
+            self.client.log_batch(self.id, params=params[i:i + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float], table: Sequence[Sequence]) -> None:
+        """Send a step's metrics, and the table of its samples as a JSON artifact. In names, @ and / become
+        dots. MLflow takes no @, and in its folder reward is a file, so reward/part can't be one."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        named = [Metric(re.sub(r"[^\w: -]", ".", name), x, now, step) for name, x in metrics.items()]
+        self.client.log_batch(self.id, named)
+        if table:
+            columns = {"columns": ["step", *COLUMNS], "data": table}
+            self.client.log_dict(self.id, columns, f"samples/step_{step:06d}.json")
+
+    def alarm(self, step: int, text: str) -> None:
+        """Send all alarms so far, as a file."""
+        self.client.log_artifact(self.id, self.out / "alarms.jsonl")
+
+    def close(self, failed: bool) -> None:
+        """End the run."""
+        self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
+
+
+TRACKERS = {"wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MlflowTracker}

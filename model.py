@@ -299,8 +299,8 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     """Causal attention within segments: query (1, H, U, d), key and value (1, Hkv, U, d) -> (1, U, H, d).
 
     With `sliding_window` a token attends to so many tokens, itself included. With `cache`
-    (engine_torch.Cache) keys and values are stored in it. Without `segments` it is a decoding step: query
-    (R, H, 1, d) attends to the cache's R rows."""
+    (engines.torch_engine.Cache) keys and values are stored in it. Without `segments` it is a decoding step:
+    query (R, H, 1, d) attends to the cache's R rows."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:

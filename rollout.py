@@ -3,62 +3,405 @@
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
 
-    python rollout.py MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
-    torchrun --nproc-per-node 8 rollout.py MODEL DATA …        # on 8 GPUs; the flags in EVAL_FLAGS
+    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
+    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs; the flags in EVAL_FLAGS
 """
 
-import contextlib
-import functools
-import gc
-import io
+import hashlib
 import itertools
-import json
 import math
-import os
+import operator
 import re
-import sys
-import textwrap
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version as version_of
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 import dist
-from ckpt import VERSIONS
-from configs import DATA_FILES, Config, UserError, help_class, parse, require, user_errors
-from data import Problem, Problems, Sample, load_problems, numbers_at, step_of
-from engine import Engine, eos_ids, free_cache
-from engine_torch import TorchEngine
-from engine_vllm import VLLMEngine
-from model import (
-    files_weights,
-    folder_fingerprint,
-    load_config,
-    load_tokenizer,
-    resolve,
-    ropes,
-    vocabulary_hash,
+import grpo
+from configs import PRESETS, Config, require
+from data import (
+    Problem,
+    Problems,
+    Sample,
+    answered,
+    extended,
+    group_by_prompt,
+    load_problems,
+    numbers_at,
+    step_of,
 )
-from reward import MAX_ANSWER, Grader, extract, grade
-from scores import Scores, accuracy, comparison_table, differences, mean, save_results, score_table, summary
-from trajectories import (
-    Key,
-    Trajectories,
-    check_graders,
-    extractors,
-    graders_of,
-    moves,
-    reward_files,
-    terms_of,
-)
+from engine import Engine
+from engines.torch_engine import TorchEngine
+from engines.vllm_engine import VLLMEngine
+from grading.answers import extract
+from grading.worker import Grade, Grader
+from model import load_config, ropes
+from reward import Term, parse_terms, repetition, tag_count, think_then_answer
+
+Key = tuple[int, int]  # prompt_id and sample_id
+K = TypeVar("K")
+ROUND = 4  # the key of a later round: that of the first, ROUND and the round
+
+# --- rewards
+
+
+def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). After a long prompt the
+    limit may be that of prompt and response together."""
+    limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
+    return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
+            for s, limit in zip(group, limits, strict=True)]
+
+
+def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Open-Instruct's penalty for responses that the length limit ended."""
+    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
+
+
+def length(group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
+    responses to -0.5 for the longest; for a wrong response at most 0. An environment's tokens don't count."""
+    lengths = [int(s.is_sampled.sum()) for s in group]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
+    return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
+
+
+# What training may add to the reward, by name: functions of the samples of one prompt. A part is on if
+# --reward names it, or its flag in BY_FLAG is given. Each is logged as reward/NAME.
+REWARD_PARTS = {
+    "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
+    "tags": lambda group, cfg: [tag_count(s.text) for s in group],
+    "repetition": lambda group, cfg: [-repetition(s.text) for s in group],
+    "length": length,
+    "overlong": overlong,
+    "nonstop": nonstop,
+}
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts that a flag of their own adds
+
+
+def terms_of(cfg: Config) -> list[Term]:
+    """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
+    terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
+    clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
+    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
+    return terms
+
+
+def weighted_parts(cfg: Config) -> dict[str, float]:
+    """Name and weight of the parts that are on."""
+    named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
+    return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
+
+
+def part_names(cfg: Config) -> list[str]:
+    """Names of all that may enter a sample's score beside the first grader, whose mean is the reward's. Where
+    a data set has its own grader, the first one differs, and all graders are named."""
+    graders = [t for t in terms_of(cfg) if t.kind or t.custom]
+    own = any(t.dataset for t in graders)
+    return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
+
+
+def reward_files(cfg: Config) -> dict[str, str]:
+    """Path -> hash of the text of each file that --reward and --env name; "" for one that can't be read."""
+    functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
+    paths = {function.rpartition(":")[0] for function in functions if function}
+    files = {path: Path(path) for path in sorted(paths)}
+    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+            for path, file in files.items()}
+
+
+def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
+    """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
+    truncated one does not enter the loss."""
+    shaped, weights = [], weighted_parts(cfg)
+    if not weights and not cfg.mask_truncated:  # as in most recipes
+        return list(samples)
+    for group in group_by_prompt(samples):
+        values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
+        for i, s in enumerate(group):
+            parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
+            shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
+    return shaped
+
+
+def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
+    """The terms that grade a data set's responses; the first one's value is the reward. Terms of the data set
+    itself come first, and replace the comparison of answers."""
+    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
+    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
+
+
+def extractors(cfg: Config) -> dict[str, str]:
+    """Name of the extractor by data set; "" is that of all others. Raises UserError for two of one."""
+    found = {}
+    for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
+        whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
+        require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
+                f"for {whose}", "one each: NAME, and DATASET=NAME for the rows of a data set")
+        found[dataset.casefold()] = name
+    return {"": "orz"} | found
+
+
+def check_graders(sets: Iterable[Problems], cfg: Config) -> None:
+    """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
+    that no row has. `sets`: the run's problems, of training and evaluation."""
+    terms, datasets = terms_of(cfg), set().union(*(problems.datasets() for problems in sets))
+    there = {dataset.casefold() for dataset in datasets} - {""}
+    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
+    named = {t.dataset for t in terms} | extractors(cfg).keys()
+    unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
+    require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
+            f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
+    for dataset in sorted(datasets):
+        found = graders_of(dataset, terms)
+        require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
+                f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
+                f"--reward math {dataset}@FILE.py:FUNCTION")
+
+
+# --- trajectories
+
+
+class Trajectories:
+    """The trajectories of one rollout that are on this rank: those that go on, and those that ended and are
+    graded. A trajectory is a function of the rollout's key, its prompt_id and sample_id, the rounds, and the
+    environment. Ranks change nothing but where it is.
+
+    A trajectory ends when it stops by itself and no environment goes on with it (it says so, fails, or has
+    answered --max_turns), and at the length limit, which is that of all segments together."""
+
+    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int,
+                 max_tokens: int, round_len: int = 0) -> None:
+        """`problems`: prompt_id -> problem of every trajectory that may come here. `n`: samples of each.
+        `max_tokens`: of a trajectory. `round_len`: of a round; 0: a round ends with the turn."""
+        self.engine, self.grader, self.problems, self.n = engine, grader, problems, n
+        self.max_tokens, self.round_len = max_tokens, round_len
+        self.terms, self.extractors = terms_of(engine.cfg), extractors(engine.cfg)
+        self.rounds = 0  # that are over
+        self.new = {}  # prompt_id -> tokens: the samples of these are drawn together in the first round
+        self.going = {}  # Key -> trajectory that goes on
+        self.asked = {}  # Key -> trajectory that the environment reads
+        self.ended = {}  # Key -> trajectory that ended in this rollout
+        self.graded_before = {}  # Key -> trajectory that ended in an earlier one
+        self.failures = {}  # Key -> reason why the environment failed
+        self.results = {}  # of the grader
+
+    def begin(self, prompt_ids: Iterable[int], version: int) -> None:
+        """Add all samples of these prompts, before the first round. With --round_len each is a trajectory of
+        its own from the start, so that the samples of one prompt can be on several ranks."""
+        self.new = {i: self.problems[i].ids for i in prompt_ids}
+        if self.round_len:
+            none = np.zeros(0)
+            self.going |= {(i, j): Sample(i, j, ids, none.astype(np.int32), none.astype(np.float32), False,
+                                          "", version) for i, ids in self.new.items() for j in range(self.n)}
+            self.new = {}
+
+    def add(self, trajectories: Iterable[Sample]) -> None:
+        """Add trajectories that began elsewhere: on another rank, or in an earlier step."""
+        for s in trajectories:
+            (self.graded_before if s.reason else self.going)[s.prompt_id, s.sample_id] = s
+
+    def remove(self, keys: Iterable[Key]) -> list[Sample]:
+        """Take trajectories that go on away from here, and return them."""
+        return [self.going.pop(key) for key in keys]
+
+    def advance(self, temperature: float, key: tuple[int, ...], version: int,
+                on_response: Callable[[], bool] = lambda: False) -> bool:
+        """One round, with weights of `version`. `on_response` is called at each end of a turn; if it returns
+        True, the round is aborted. Returns False if it was."""
+        before = {prompt_id * self.n + sample_id: s for (prompt_id, sample_id), s in self.going.items()}
+        prompts = self.new or {i: (*s.prompt, *s.ids.tolist()) for i, s in before.items()}
+        limits = {i: min(self._left(s), self.round_len or self.max_tokens) for i, s in before.items()}
+        round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
+        for s in self.engine.generate(prompts, self.n if self.new else 1, temperature,
+                                      self.max_tokens if self.new else limits, round_key, version):
+            if not self._take(s, before.get(s.prompt_id)) and on_response():
+                return False
+        self._ask_environment()
+        self.new, self.rounds = {}, self.rounds + 1
+        return True
+
+    def _take(self, s, before):
+        """Take a segment of this round; `before` is its trajectory so far, if there is one. Returns whether
+        its turn goes on."""
+        earlier = before.text if before else ""  # of the turns before
+        whole = self._join(before, s) if before else s
+        key = whole.prompt_id, whole.sample_id
+        self.going.pop(key, None)
+        if not whole.stopped and self._left(whole) > 0:
+            self.going[key] = replace(whole, text=earlier)
+            return True
+        if self.engine.cfg.env and whole.stopped:
+            self.asked[key] = whole
+            self.grader.ask(key, self.problems[whole.prompt_id].text, whole.text[len(earlier):], whole.turns)
+        else:
+            self._end(whole)
+        return False
+
+    def _join(self, before, s):
+        """The trajectory with its next segment."""
+        here, text = before.ids[before.turn_start:], s.text
+        if len(here):  # the turn goes on
+            count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
+            if count:
+                s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
+            # Decoded as one: a character's bytes may be on both sides of the seam.
+            text = self.engine.text_of(np.concatenate([here, s.ids]))
+        return replace(extended(before, s), text=before.text + text)
+
+    def _fail(self, s, reason):
+        """End a trajectory whose environment failed. Its reward is 0."""
+        self.failures[s.prompt_id, s.sample_id] = reason
+        self._end(s)
+
+    def _end(self, s):
+        """Give a whole trajectory to the graders."""
+        key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
+        self.ended[key] = s
+        extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
+        for i, term in enumerate(graders_of(problem.dataset, self.terms)):
+            self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
+                               term.custom)
+
+    def _ask_environment(self):
+        """Wait for the environment's replies of this round."""
+        if not self.asked:
+            return
+        self.results |= self.grader.results()
+        asked, self.asked = self.asked, {}
+        for key, s in sorted(asked.items()):
+            going = self._read(s, self.results.pop(key))
+            if going:
+                self.going[key] = going
+
+    def _read(self, s, reply):
+        """The trajectory with the environment's text, or None where it ended."""
+        failed = isinstance(reply, Grade)
+        if failed:
+            return self._fail(s, reply.reason)
+        if reply.reward is not None:  # kept in the trajectory, which may go on elsewhere
+            s = replace(s, env_reward=reply.reward)
+        if reply.done or reply.text is None or s.turns == self.engine.cfg.max_turns:
+            return self._end(s)
+        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
+        left = self._left(s)
+        if 0 < left < len(ids):
+            self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
+                                          f"and the response may have {left} more")
+            return self._fail(s, "error")
+        if len(ids) >= left:  # no room for another turn
+            return self._end(replace(s, stopped=False))
+        return answered(s, reply.text, ids)
+
+    def keys_of_ended(self) -> list[Key]:
+        """Keys of the trajectories that `graded` will return."""
+        return [*self.graded_before, *self.ended]
+
+    def _left(self, s):
+        """Tokens that the trajectory may still get."""
+        return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)
+
+    def graded(self) -> list[Sample]:
+        """The trajectories that ended, with their grades, in order."""
+        self.results |= self.grader.results()
+        found = dict(self.graded_before)
+        for key, s in self.ended.items():
+            terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
+            first, *others = (self.results[*key, i] for i in range(len(terms)))
+            if key in self.failures:
+                first = replace(first, reward=0.0, reason=self.failures[key])
+            elif s.env_reward is not None:
+                reason = "correct" if s.env_reward > 0 else "wrong"
+                first = replace(first, reward=s.env_reward, reason=reason)
+            found[key] = _graded(s, terms, [first, *others])
+        return [found[key] for key in sorted(found)]
+
+
+def _graded(sample, terms, grades):
+    """The sample with its grades: the first is the reward, the others are parts."""
+    first, *others = grades
+    return replace(
+        sample, reward=first.reward, reason=first.reason, answer=first.answer,
+        grader=terms[0].name, weight=terms[0].weight,
+        parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
+        failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
+
+
+def stop_across(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
+    """How many tokens of `after` complete a stop string that began in `before`; 0: there is none. The engine
+    sees `after` alone."""
+    # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
+    window = 8 + max((len(s.encode()) for s in stop), default=0)
+    tail, after = before[-window:].tolist(), after[:window].tolist()
+
+    def found(count):
+        text = tokenizer.decode([*tail, *after[:count]])
+        return [text.count(s) for s in stop]
+
+    if not stop or found(len(after)) == found(0):  # nearly always
+        return 0
+    return next((n for n in range(1, len(after) + 1) if any(map(operator.gt, found(n), found(n - 1)))), 0)
+
+
+def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
+    """Which trajectories move to which rank, so that the ranks have equally many; some have one more. As few
+    as possible move. held[r]: the keys on rank r."""
+    ranks, total = len(held), sum(map(len, held))
+    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # they keep the one more
+    share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
+    surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
+    room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
+    return dict(zip(surplus, room, strict=True))
+
+
+Scores = dict[str, dict[str, list[float]]]  # set -> metric -> its value for each problem
+
+
+# --- metrics of problems
+
+
+def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
+    """Values of each evaluation metric, one for each problem, over its `n` samples.
+
+    avg@n is the mean reward of n samples. pass@k is unbiased, for k = 2, 4, … n. maj@n grades the answer that
+    most samples gave. response_len is in tokens."""
+    groups = group_by_prompt(samples)
+    right = [sum(s.reward > 0 for s in group) for group in groups]
+    metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
+    for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
+        metrics[f"pass@{k}"] = [pass_at(k, n, c) for c in right]
+    if n > 2:
+        metrics[f"maj@{n}"] = [majority(group) for group in groups]
+    metrics["response_len"] = [sum(len(s.ids) for s in group) / n for group in groups]
+    metrics["truncated"] = [sum(not s.stopped for s in group) / n for group in groups]
+    return metrics
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Probability that k of n samples, of which `right` are right, contain a right one:
+    1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(group: Sequence[Sample]) -> float:
+    """1 if the most frequent answer of one prompt's samples is right, else 0. For several most frequent
+    answers: the share of right ones. Samples without an answer don't vote."""
+    votes = Counter(s.answer for s in group if s.answer is not None)
+    top = [a for a, count in votes.items() if count == max(votes.values())]
+    right = {s.answer for s in group if s.reward > 0}
+    return sum(a in right for a in top) / len(top) if top else 0.0
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of the problems' values; 0 where sampling was aborted and there are none."""
+    return math.fsum(values) / max(len(values), 1)
+
 
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
@@ -205,61 +548,6 @@ def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, 
     return row
 
 
-# --- gold answers that can't be graded
-
-GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
-GOLD_LIMIT = 0.01  # share of them that may fail
-GOLD_NEEDED = 'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go'
-
-
-def compared_datasets(problems: Problems, cfg: Config) -> set[str]:
-    """The data sets whose answers are compared. Gold answers that only a custom reward sees may be
-    anything."""
-    terms = terms_of(cfg)
-    return {d for d in problems.datasets() if any(t.kind for t in graders_of(d, terms))}
-
-
-def too_many_hopeless(result: Mapping[str, Any]) -> bool:
-    """Whether more gold answers than GOLD_LIMIT can't be graded. `result`: of try_golds."""
-    return len(result["hopeless"]) > GOLD_LIMIT * result["checked"]
-
-
-def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
-    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
-    bad = result["hopeless"]
-    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
-    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
-
-
-def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
-              world: dist.World) -> dict[str, Any]:
-    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
-    `compared`: the data sets whose answers are compared."""
-    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
-    if len(indices) > GOLD_SAMPLE:
-        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
-    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
-    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
-            "seconds": round(time.perf_counter() - start, 1)}
-
-
-def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
-    is compared with them. An equal text would not do: it is right before anything is parsed."""
-    bad = []
-    for i in indices:
-        gold, kind = problems[i].answer.strip(), problems[i].kind
-        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
-            bad.append(i)
-        elif kind == "math":
-            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
-            other = "-1.5" if "." in gold else "-1"
-            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
-    grades = grader.results()
-    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
-    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
-
-
 # --- evaluation
 
 
@@ -339,252 +627,3 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
         values = [v for of_rank in scores for v in of_rank[metric]]
         gathered[metric] = [values[i] for i in order]
     return gathered
-
-
-# --- the command: models, data and flags
-
-EVAL_FLAGS = tuple("""
-    template system_prompt extractor reward env max_turns seed out max_prompt_len max_response_len
-    max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
-    eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
-""".split())  # what an evaluation reads
-NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # flags that change no score
-USAGE = "rollout.py MODEL [MODEL …] DATA [DATA …]"
-EVAL_INSTEAD = {"temperature": "--eval_temperature", "samples_per_prompt": "--eval_samples",
-                **dict.fromkeys(["model", "data", "eval_data"], "rollout.py MODEL DATA [DATA …] [--flags]")}
-ABOUT = """Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
-standard errors by problem. An example:
-
-    python rollout.py Qwen/Qwen2.5-0.5B eval_sets/aime2024.json --eval_samples 4
-
-MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
-.parquet file, or a file of the Hub (OWNER/NAME:FILE). The models end at the
-first such file; where there is none, only the first path is a model. Several
-models are evaluated one after the other with the same randomness, and each is
-compared with the first.
-
-Results go to runs/eval/MODEL/DATA. No result is overwritten: where that folder
-is there already, the next one is DATA-2."""
-
-
-def eval_config(argv: Sequence[str]) -> Config:
-    """Config of the first model of `MODEL [MODEL …] DATA [DATA …] [--flag value …]`. With a chat template
-    nothing but the end token stops a response, unless --stop is given. Raises UserError, also for flags that
-    only training reads. --help prints the flags and exits with status 0."""
-    models, files, flags = split_argv(argv)
-    asks_help = bool({"-h", "--help"} & set(flags))
-    require(bool(files) or asks_help, f"rollout.py {' '.join(argv)}", f"python {USAGE} [--flags]")
-    twice = [path for path, count in Counter(map(model_name, models)).items() if count > 1]
-    require(not twice, f"rollout.py {' '.join(argv)}: the same model twice", "each model once")
-    # Without the preset's limit of 8192, which would cut what --max_response_len allows.
-    first = ["orz-7b", "--max_model_len", "0", "--model", models[0] if models else "", "--eval_data", *files,
-             "--out", ""]
-    if asks_help:
-        show_help(parse(first, "rollout.py"))
-    cfg = parse([*first, *flags], "rollout.py")
-    given = [re.sub(r"^no_", "", word[2:].partition("=")[0].replace("-", "_"))
-             for word in flags if re.match("--[a-zA-Z]", word)]
-    for flag in given:
-        require(flag in EVAL_FLAGS, f"--{flag} does nothing in evaluation",
-                EVAL_INSTEAD.get(flag, f"only flags of these: {' '.join(EVAL_FLAGS)}"))
-    check_unweighted(cfg)
-    return replace(cfg, stop=()) if cfg.template == "chat" and "stop" not in given else cfg
-
-
-def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The models, the data files and the flags of a command line. See ABOUT."""
-    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    is_data = [i > 0 and path.endswith(DATA_FILES) and not Path(path).is_dir()
-               for i, path in enumerate(paths)]
-    models = is_data.index(True) if any(is_data) else 1
-    return paths[:models], paths[models:], list(argv[len(paths):])
-
-
-def show_help(cfg: Config) -> None:
-    """Print the flags of an evaluation with their meanings, ranges and values in cfg, and exit."""
-    import tyro  # here, because imports must be quick
-
-    own = {"out": "folder for the results, new or empty; empty: runs/eval/MODEL/DATA",
-           "go": "evaluate although gold answers can't be graded"}
-    hints = {f.name: f.type for f in fields(help_class()) if f.name in EVAL_FLAGS}
-    hints |= {name: Annotated[type(getattr(cfg, name)), tyro.conf.arg(help=text)]
-              for name, text in own.items()}
-    default = make_dataclass("Evaluation", hints.items())(*(getattr(cfg, name) for name in hints))
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), suppress(SystemExit):
-        tyro.cli(type(default), default=default, args=["--help"], prog=USAGE, use_underscores=True,
-                 description="")
-    usage, flags = text.getvalue().split("\n", 1)
-    flags = "\n".join(line.rstrip() for line in flags.strip().splitlines())
-    print(f"{usage}\n\n{ABOUT}\n\n{flags}")  # tyro would join the lines of ABOUT
-    sys.exit(0)
-
-
-def check_unweighted(cfg: Config) -> None:
-    """Raises UserError for what --reward has beside one grader for each row: evaluation reports its value."""
-    terms = terms_of(cfg)
-    first = [t for t in terms if not t.dataset and (t.kind or t.custom)][:1]
-    for t in terms:
-        name = (t.custom or t.kind or t.name) + (f"={t.weight:g}" if t.weight != 1 else "")
-        read = t.weight == 1 and (bool(t.dataset) or t in first)
-        require(read, f"--reward {name} does nothing in evaluation", "one grader a row, without a weight")
-
-
-# --- the command: results
-
-
-def model_name(path: str) -> str:
-    """Name of a model in the folder of its results: its path from the working folder, or from the root where
-    it is not in there, with `--` for `/`."""
-    whole = Path(os.path.abspath(path))
-    inside = whole.is_relative_to(Path.cwd()) and whole != Path.cwd()
-    return "--".join(whole.relative_to(Path.cwd()).parts if inside else whole.parts[1:])
-
-
-def check_out(cfg: Config) -> None:
-    """Raises UserError, the same on every rank, where rank 0's --out is neither new nor empty."""
-    found = dist.gather(sorted(os.listdir(cfg.out)) if Path(cfg.out).is_dir() and cfg.out else [])[0]
-    require(not found, f"{cfg.out} has {', '.join(found[:3])}{', …' * (len(found) > 3)} already",
-            "an --out that is new or empty, or no --out")
-
-
-def result_folder(cfg: Config, models: int) -> Path:
-    """Make and return the folder for the results of cfg.model, one of `models` models. Raises UserError where
-    it can't be made."""
-    name = model_name(cfg.model)
-    folder = Path(cfg.out or "runs/eval", name if models > 1 or not cfg.out else "")
-    if not cfg.out:
-        folder /= "+".join(set_names(cfg.eval_data))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for count in itertools.count(1):
-            found = folder if count == 1 else folder.with_name(f"{folder.name}-{count}")
-            with suppress(FileExistsError):  # two evaluations at once get two folders
-                found.mkdir(exist_ok=bool(cfg.out))
-                return found
-    except OSError as e:
-        raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a folder that can be "
-                        "written to") from None
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """One of the models to evaluate, with what it needs but its weights."""
-
-    cfg: Config  # model: as the user gave it
-    path: str  # its folder
-    tokenizer: Any
-    sets: dict[str, Problems]
-    engine_key: tuple  # models of one key can share an engine
-
-
-def engine_key(path: str, tokenizer: Any) -> tuple:
-    """What an engine is made for, beside the weights: the model's config, its tokens and its end tokens."""
-    config = load_config(path)
-    shape = config.to_dict()
-    for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
-        shape.pop(name, None)
-    as_text = json.dumps(shape, sort_keys=True, default=str)
-    return as_text, vocabulary_hash(tokenizer), sorted(eos_ids(path, tokenizer, config))
-
-
-def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """What decides a model's scores: model, tokenizer, flags, versions; and the date."""
-    flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k not in NO_SCORE}
-    flags |= {"engine": engine_kind(c.cfg, engine.device), "device": engine.device.type,
-              "dtype": str(engine.dtype).removeprefix("torch.")}
-    used = {"math-verify": version_of("math-verify")}
-    if flags["engine"] == "vllm":  # its CPU build is installed under another name
-        used["vllm"] = sys.modules["vllm"].__version__
-    return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
-            "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
-            "versions": VERSIONS | used,
-            "date": datetime.now(UTC).isoformat(timespec="seconds")}
-
-
-# --- the command: its steps
-
-
-def prepare(cfg: Config, say: Callable[[str], None]) -> Candidate:
-    """All that a model needs but its weights. Raises UserError."""
-    path = resolve(cfg.model)
-    tokenizer = load_tokenizer(path)
-    sets = load_sets(cfg, tokenizer, say)
-    check_graders(sets.values(), cfg)
-    return Candidate(cfg, path, tokenizer, sets, engine_key(path, tokenizer))
-
-
-def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
-    """Raises UserError for a model that the engine can't run, and for models that vLLM can't hold in one
-    process: before the first one is evaluated."""
-    for c in candidates:
-        check_engine_flags(c.path, c.cfg, world.device)
-    first, *others = candidates
-    alone = engine_kind(first.cfg, world.device) == "vllm"  # a process can't start it twice
-    other = [c.cfg.model for c in others if alone and c.engine_key != first.engine_key]
-    require(not other, f"vLLM takes models of one kind in a process, and {' '.join(other[:1])} differs from "
-            f"{first.cfg.model} in config.json, tokenizer or end tokens",
-            "a command for each, or --engine torch")
-
-
-def check_set_golds(c: Candidate, grader: Grader, world: dist.World, say: Callable[[str], None]) -> None:
-    """Tell which gold answers of the sets can't be graded. Raises UserError, unless cfg.go, where they are
-    over 1 % of a set: no model could be right there."""
-    for name, problems in c.sets.items():
-        compared = compared_datasets(problems, c.cfg)
-        result = try_golds(problems, compared, grader, c.cfg, world)
-        found = hopeless_as_text(problems, result)
-        require(c.cfg.go or not too_many_hopeless(result), f"{name}: {found}", GOLD_NEEDED)
-        if found:
-            say(f"{name}: {found}")
-
-
-def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
-                 world: dist.World, say: Callable[[str], None]) -> None:
-    """Evaluate the models one after the other. Rank 0 saves and prints each one's results, and at the end
-    their comparison. Models of one engine_key share an engine; before another one the old one is freed."""
-    engine, key, first_scores, table = None, None, {}, []
-    for c, folder in zip(candidates, folders, strict=True):
-        if c.engine_key != key:
-            engine = None
-            gc.collect()
-            free_cache(world.device)
-            engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
-        facts = describe(c, engine)
-        with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
-            scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
-        first_scores = first_scores or scores
-        first = candidates[0]
-        gaps = {} if c is first else differences(c.sets, scores, first.sets, first_scores)
-        sets, compared = summary(c.cfg, c.sets, scores), {"minus": first.cfg.model, "differences": gaps}
-        if world.main:
-            save_results(folder, facts, sets, rows, compared if gaps else {})
-        table.append((c.cfg.model, sets, gaps))
-        say("\n".join(["", c.cfg.model, "", *score_table(sets), "", f"in {folder}"]))
-    if len(table) > 1:
-        say("\n".join(["", *comparison_table(table)]))
-
-
-def main(argv: Sequence[str]) -> None:
-    """`python rollout.py MODEL [MODEL …] DATA [DATA …] [--flag value …]`: see ABOUT. Raises UserError."""
-    cfg, (models, _, _) = eval_config(argv), split_argv(argv)
-    world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
-    say = print if world.main else lambda text: None
-    told = functools.cache(lambda text: say(textwrap.fill(text, 80, break_long_words=False)))  # told once
-    check_out(cfg)
-    candidates = [prepare(replace(cfg, model=model), told) for model in models]
-    check_candidates(candidates, world)
-    with make_grader(cfg) as grader:
-        check_set_golds(candidates[0], grader, world, told)  # those of the others are the same
-        own = dist.together(lambda: [result_folder(c.cfg, len(models)) for c in candidates if world.main])
-        try:
-            evaluate_all(candidates, dist.gather(own)[0], grader, world, say)
-        finally:
-            for folder in own if not cfg.out else ():
-                with suppress(OSError):  # an empty one is removed: an evaluation that failed leaves nothing
-                    folder.rmdir()
-
-
-if __name__ == "__main__":
-    with user_errors("rollout.py"):
-        main(sys.argv[1:])

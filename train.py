@@ -1,7 +1,7 @@
 """The loop: reinforcement learning from verifiable rewards, by PPO with its own critic or by a critic-free
 GRPO.
 
-    python tiny.py && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
+    python -m tools.tiny && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
@@ -55,13 +55,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checks
 import ckpt
 import dist
 import grpo
-import plan
 import ppo
-import report
 from data import (
     Pack,
     Problem,
@@ -78,21 +75,45 @@ from data import (
     replacement_batch,
 )
 from engine import Engine
+from grading.worker import Grader
+from guard.alarms import new_alarms
+from guard.lock import FolderLock
+from guard.selfcheck import check_engine
+from guard.start import (
+    case_of,
+    check_attention,
+    check_compile,
+    check_critic,
+    check_fit,
+    check_gold,
+    check_keep_best,
+    check_parts,
+    check_ranks,
+    check_same,
+    checkpoint_id,
+    first_look,
+    preflight,
+    read_files,
+)
+from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
 from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values, vocabulary_hash
-from reward import Grader
 from rollout import (
     TRAIN,
+    check_graders,
     engine_part,
     evaluate_sets,
     load_sets,
     make_engine,
     make_grader,
+    part_names,
+    reward_files,
     rollout,
     rollout_in_rounds,
     sample_row,
+    shape_rewards,
 )
-from trajectories import check_graders, part_names, reward_files, shape_rewards
+from tools import plan, report
 
 SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/, with --save_samples some
 Minibatches = list[list[Pack]]  # a step's packs on this rank
@@ -126,7 +147,7 @@ class Run:
     carried: list[Sample]  # trajectories that this rank goes on with in the next step (--carry)
     saver: ckpt.Saver
     log: Logger
-    lock: checks.FolderLock
+    lock: FolderLock
 
 
 def main(cfg: Config) -> None:
@@ -134,7 +155,7 @@ def main(cfg: Config) -> None:
     run = prepare(cfg)
     with run.lock, contextlib.ExitStack() as stack:
         stack.callback(gc.unfreeze)  # prepare froze; in a notebook the next run needs the memory
-        with run.log, dist.handle_signals(cfg.grace):
+        with run.log, handle_signals(cfg.grace):
             done = train(run)
             if done:
                 finish(run)
@@ -242,11 +263,12 @@ def prepare(cfg: Config) -> Run:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS's sums vary
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
+    watch(cfg.stall_limit)
     cfg = dist.together(lambda: replace(
         cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
-    checks.check_ranks(cfg, world.size)
-    dist.together(lambda: checks.check_compile(cfg, world.device))
-    out, lock = checks.preflight(cfg, world.main)
+    check_ranks(cfg, world.size)
+    dist.together(lambda: check_compile(cfg, world.device))
+    out, lock = preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
     except UserError:  # in a notebook the process goes on
@@ -254,21 +276,21 @@ def prepare(cfg: Config) -> Run:
         raise
 
 
-def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> Run:
+def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     """The run in the folder `out`, checked and resumed. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
     found = dist.together(lambda: ckpt.find(out, cfg.resume))
     origin = dist.together(lambda: ckpt.named(cfg.start_from)) if cfg.start_from and not found else None
-    start_id = checks.checkpoint_id(found or origin)
-    checks.check_same("starts from", {"checkpoint": start_id}, "a path that all share")
+    start_id = checkpoint_id(found or origin)
+    check_same("starts from", {"checkpoint": start_id}, "a path that all share")
     tokenizer, problems, held_out = dist.together(lambda: load_data(cfg, say))
-    checks.check_same("reads", checks.read_files(cfg, problems, held_out), "the same files on every machine")
+    check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
-    plan_table = checks.check_fit(cfg, world, epoch_len(problems), say)
-    dist.together(lambda: checks.check_attention(cfg, world))
+    plan_table = check_fit(cfg, world, epoch_len(problems), say)
+    dist.together(lambda: check_attention(cfg, world))
     grader = dist.together(lambda: make_grader(cfg))
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
-    checks.check_gold(problems, held_out, grader, cfg, world, say)
+    check_gold(problems, held_out, grader, cfg, world, say)
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}
@@ -278,10 +300,10 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.start_from(origin, models, cfg.start_moments, facts) if origin else ""
     check = cfg.selfcheck and engine.needs_selfcheck
-    agreement = checks.check_engine(engine, policy.model, problems, world, cfg) if check else ""
+    agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
-    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
+    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS, new_alarms))
     log.save_plan(plan_table)
     for line in filter(None, (agreement, taken)):
         log.say(line)
@@ -295,19 +317,19 @@ def load(cfg: Config, world: dist.World, out: Path, lock: checks.FolderLock) -> 
 def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, dict[str, Problems]]:
     """The tokenizer, and the problems of --data and of --eval_data. Raises UserError."""
     tokenizer = load_tokenizer(cfg.model)
-    checks.check_critic(cfg, tokenizer)
+    check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     check_graders([problems, *held_out.values()], cfg)
-    checks.check_parts(problems, tokenizer, cfg)
-    checks.check_keep_best(cfg, list(held_out))
+    check_parts(problems, tokenizer, cfg)
+    check_keep_best(cfg, list(held_out))
     return tokenizer, problems, held_out
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Policy, critic (PPO only) and ref (only with a KL term), sharded, in fp32."""
     shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
-    recompute = checks.case_of(cfg, world).recompute
+    recompute = case_of(cfg, world).recompute
     device = "cpu" if cfg.offload else world.device
     model = load_policy(cfg.model, device, partial(shard_fn, recompute=recompute["policy"]))
     policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
@@ -362,7 +384,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
-        checks.first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
+        first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples, arrivals)
     return batch, samples, carried

@@ -42,13 +42,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-import engine_torch
 import grpo
 import ppo
 import train
 from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
+from engines import torch_engine
 from log import read_metrics
-from tiny import VERSION, build
+from tools.tiny import VERSION, build
 
 RESULTS = ROOT / "bench/results"
 VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
@@ -102,7 +102,7 @@ def no_stop_gradient(cfg: Config) -> None:
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
     """The engine samples with the weights of `stale` steps ago, and with noise of `nats` on each logit. The
     evaluation after the last step has neither."""
-    right_load, right_sample, kept = engine_torch.TorchEngine.load, engine_torch.sample_token, []
+    right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
     def load(self, weights):
@@ -114,7 +114,7 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
         noise = 0.0 if len(kept) > cfg.steps else nats * torch.randn(logits.shape, generator=generator)
         return right_sample(logits + noise, u, temperature)
 
-    engine_torch.TorchEngine.load, engine_torch.sample_token = load, sample_token
+    torch_engine.TorchEngine.load, torch_engine.sample_token = load, sample_token
 
 
 def sequence_weight(cfg: Config, **gap: float) -> None:

@@ -32,7 +32,7 @@ import torch
 import train
 from configs import PRESETS, Config
 from log import read_metrics
-from tiny import build
+from tools.tiny import build
 
 HARD = "-3-digits"  # ending of the names of runs on sums of three digits
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b

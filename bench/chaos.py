@@ -641,9 +641,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    import ckpt  # noqa: F401  now, because it takes seconds
     from configs import require, user_errors
-    from tiny import build
+    from tools.tiny import build
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running or mounted
     out, rng = Path(args.out).absolute(), random.Random(args.seed)

@@ -4,9 +4,9 @@ r"""Measures equality: right answers refused and wrong answers accepted, in perc
 
 The pairs are those of bench/equality_pairs.py ("seen" and "unseen") and of bench/equality_foreign.jsonl: 794
 written by another hand ("foreign"), then 204 written before the second work on the equality ("second"). Three
-graders judge each: answers.py ("after"), reward.py as of the commit --before, and math-verify alone, with its
-own extraction from a box. The unseen third of the first file is not looked at during work on the equality.
-Only --unseen counts it. --failures prints every wrong verdict of answers.py on the other pairs.
+graders judge each: grading/answers.py ("after"), reward.py as of the commit --before, math-verify with its
+own extraction. The unseen third of the first file is not looked at during work on the equality.
+Only --unseen counts it. --failures prints every wrong verdict of grading/answers.py on the other pairs.
 
 Writes bench/results/equality.md and .json with --unseen, and prints one JSON line per grader and part.
 """
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--unseen", action="store_true")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    from answers import grade
+    from grading.answers import grade
 
     cases = [p for p in [*pairs(args.draws), *foreign()] if args.unseen or not p.unseen]
     parts = [name for name in PARTS if args.unseen or name != "unseen"]

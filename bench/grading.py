@@ -23,8 +23,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), str(HERE.parent / "tests")] + [p for p in sys.path if p != str(HERE)]
 
-import reward  # noqa: E402
-from reward import Grader  # noqa: E402
+from grading import worker
+from grading.worker import Grader  # noqa: E402
 
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
@@ -61,7 +61,7 @@ def descriptors(grader: Grader) -> list[int]:
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:
     """Print the speed on typical answers; whether all grades are right."""
     cases = typical(count)
-    to_workers = sum(reward.quick_grade(answer, gold) is None for answer, gold, _ in cases)
+    to_workers = sum(worker.quick_grade(answer, gold) is None for answer, gold, _ in cases)
     start = time.perf_counter()
     for i, (answer, gold, _) in enumerate(cases):
         grader.submit(i, box(answer), gold, True)

@@ -35,7 +35,7 @@ def load(folder: str) -> None:
     """In each rank: load the policy, watch the memory, print the JSON line."""
     import dist
     from model import load_policy
-    from plan import read_shape
+    from tools.plan import read_shape
 
     world = dist.init("cpu", "float32")
     dist.gather(None)

@@ -24,7 +24,7 @@ sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
 from bench.limits import _status
 from configs import PRESETS
 from data import batch_at, epoch_len, fingerprint, load_problems, replacement_batch
-from tiny import make_tokenizer
+from tools.tiny import make_tokenizer
 
 
 def make_row(i: int) -> dict[str, str]:

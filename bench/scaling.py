@@ -127,7 +127,7 @@ def main() -> None:
     kinds = ("ranks", "lengths")
     parser.add_argument("--only", nargs="*", choices=kinds, default=kinds)
     args = parser.parse_args()
-    from tiny import build
+    from tools.tiny import build
 
     rows = by_ranks(build(args.base), args.rounds) if "ranks" in args.only else []
     rows += by_lengths(args.size) if "lengths" in args.only else []

@@ -18,10 +18,11 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """The Hugging Face config of one of plan.py's shapes. `layers`, `vocab`: 0 keeps the shape's own."""
+    """The Hugging Face config of one of tools/plan.py's shapes. `layers`, `vocab`: 0 keeps the shape's
+    own."""
     from transformers import Qwen2Config
 
-    from plan import KNOWN
+    from tools.plan import KNOWN
 
     s = KNOWN[size]
     return Qwen2Config(
@@ -36,7 +37,7 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, chat: bool = Fals
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from tiny import make_tokenizer
+    from tools.tiny import make_tokenizer
 
     path, tokenizer = Path(out), make_tokenizer(chat)
     torch.manual_seed(seed)

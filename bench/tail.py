@@ -40,11 +40,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
 
-import plan
+import dist
 from bench.vs_trl import MALLOC
 from configs import PRESETS, Config
 from data import prompt_form, step_of
-from trajectories import moves
+from rollout import moves
+from tools import plan
 
 os.environ |= MALLOC  # for the processes that start here: they keep the memory that they free
 STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
@@ -343,11 +344,9 @@ def cpu_figures(model: Path, rank: int, ranks: int, barrier: Any, found: Any) ->
     all; and the speed of a core beside busy ones, and of one that engines share."""
     import time
 
-    import dist
     from data import Problem, Sample
     from model import files_weights, load_tokenizer
-    from rollout import make_engine, make_grader
-    from trajectories import Trajectories
+    from rollout import Trajectories, make_engine, make_grader
 
     cores, rounds = os.cpu_count(), []
     os.sched_setaffinity(0, {rank % cores})

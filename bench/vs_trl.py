@@ -306,7 +306,7 @@ def main() -> None:
     if args.side:
         return trl(base, reward, args.steps, args.seed, args.out, args.side == "trl_tuned")
     if args.task == "sums":
-        from tiny import build
+        from tools.tiny import build
 
         build(base)
     elif not (Path(base) / "train.jsonl").exists():

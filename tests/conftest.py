@@ -26,7 +26,7 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, fa
     """Save a random decoder of about 90k parameters with the demo's byte tokenizer. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tiny import make_tokenizer
+    from tools.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
     # A head size of 32 is the smallest that vLLM's CPU attention takes.

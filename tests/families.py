@@ -25,7 +25,7 @@ import dist
 import model
 import rollout
 from configs import PRESETS
-from tiny import make_tokenizer
+from tools.tiny import make_tokenizer
 
 WINDOW = 7  # of sliding layers, in tokens; the samples have up to 33
 SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])

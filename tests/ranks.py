@@ -16,18 +16,22 @@ import torch
 import torch.utils.tensorboard  # noqa: F401  loaded once here, not in each forked rank
 from torch.distributed.tensor import DTensor
 
-import checks
-import ckpt
-import data
-import dist
-import engine_vllm
-import model
-import train
 from configs import UserError, parse
 from log import Logger, Meter, read_metrics
 
 matplotlib.use("Agg")
 import matplotlib.pyplot  # noqa: E402, F401
+
+import ckpt
+import data
+import dist
+import model
+import train
+from engines import vllm_engine
+from guard import lock
+from guard.selfcheck import selfcheck
+from guard.start import check_gold
+from guard.watch import watch
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
@@ -294,7 +298,7 @@ def gap_checked(cfg, gap: float) -> str:
 
 def with_heartbeat(cfg, seconds: float) -> str:
     """Train, and renew the lock of the folder every so many seconds."""
-    checks.HEARTBEAT = seconds
+    lock.HEARTBEAT = seconds
     return main(cfg)
 
 
@@ -304,6 +308,7 @@ def stalled() -> None:
         time.sleep(1000)
 
     dist.init("cpu", "float32", stall_limit=3.0)
+    watch(3.0)
     with dist.phase("grading"):
         if os.environ["RANK"] == "1":
             hang()
@@ -348,7 +353,7 @@ def engine_samples(cfg, prompts, options) -> dict:
     Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(cfg.model)
-    engine = engine_vllm.VLLMEngine(cfg.model, tokenizer, cfg)
+    engine = vllm_engine.VLLMEngine(cfg.model, tokenizer, cfg)
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(cfg.model, "cpu", shard_fn)
     mine = {k: v for k, v in prompts.items() if k % engine.engines == engine.engine_id}
@@ -363,7 +368,7 @@ def engine_samples(cfg, prompts, options) -> dict:
         with torch.no_grad():
             return model.logprobs(policy, pack, temperature)[0][pack.mask]
 
-    out["selfcheck"] = checks.selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
+    out["selfcheck"] = selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
     dist.gather(None)
     for file in Path("/dev/shm").glob(f"*{port}*cpushm*"):
         file.unlink(missing_ok=True)
@@ -404,7 +409,7 @@ def gold_check(cfg) -> list[str]:
     held_out = load_sets(cfg, tokenizer, lambda text: None)
     with make_grader(cfg) as grader:
         try:
-            checks.check_gold(problems, held_out, grader, cfg, world, said.append)
+            check_gold(problems, held_out, grader, cfg, world, said.append)
         except UserError as e:
             said.append(f"refused: {e}")
     dist.gather(None)

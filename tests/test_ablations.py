@@ -1,5 +1,5 @@
-"""bench/ablations.py and the tasks of tiny.py: problems are right, base models slip, intervals cover the
-truth, wrong estimators are wrong."""
+"""bench/ablations.py and the tasks of tools/tiny.py: problems are right, base models slip, intervals cover
+the truth, wrong estimators are wrong."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-import engine_torch
 import grpo
 import ppo
-import tiny as demo
+import tools.tiny as demo
 import train
 from bench import ablations
 from configs import UserError, read_jsonl
 from data import Sample
+from engines import torch_engine
 
 
 @pytest.mark.parametrize("task", demo.TASKS)
@@ -220,13 +220,13 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
     def take(self, weights):
         loaded.append(dict(weights)["w"])
 
-    monkeypatch.setattr(engine_torch.TorchEngine, "load", take)
-    monkeypatch.setattr(engine_torch, "sample_token", engine_torch.sample_token)
+    monkeypatch.setattr(torch_engine.TorchEngine, "load", take)
+    monkeypatch.setattr(torch_engine, "sample_token", torch_engine.sample_token)
     ablations.engine_gap(dataclasses.replace(ablations.REFERENCE, steps=5), stale=2, nats=0.3)
     spread = []
     for step in range(6):
-        engine_torch.TorchEngine.load(None, iter([("w", torch.tensor(step))]))
-        spread.append(engine_torch.sample_token(logits, torch.rand(1000), 1.0)[1].std().item())
+        torch_engine.TorchEngine.load(None, iter([("w", torch.tensor(step))]))
+        spread.append(torch_engine.sample_token(logits, torch.rand(1000), 1.0)[1].std().item())
     assert [x.item() for x in loaded] == [0, 0, 0, 1, 2, 5]
     assert min(spread[:5]) > 0.15 and spread[5] < 1e-5
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-import answers
-from answers import EXTRACTORS, extract, grade, quick_grade, readers
 from configs import UserError
+from grading import answers
+from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
 # --- Extraction.
 

@@ -18,12 +18,14 @@ import pytest
 import ranks
 from conftest import ROOT, maths, run_ranks, start_ranks
 
-import checks
 import ckpt
 import dist
-import tiny
 from configs import UserError
+from guard.lock import FolderLock
+from guard.start import check_keep_best
+from guard.watch import handle_signals
 from log import read_metrics
+from tools import tiny
 
 HOST = os.uname().nodename
 
@@ -96,7 +98,7 @@ def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
 
 def test_a_metric_that_this_run_has_not_keeps_no_best(base):
     def check(name):
-        checks.check_keep_best(dataclasses.replace(base, keep_best=name, eval_samples=(4,)), ["aime"])
+        check_keep_best(dataclasses.replace(base, keep_best=name, eval_samples=(4,)), ["aime"])
 
     for name in ("reward", "eval/*/avg@4", "eval/aime/pass@2", "entropy", "auto", ""):
         check(name)
@@ -141,24 +143,24 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
         processes[0].kill()
         processes[0].join()
     assert run_ranks(1, ranks.main, cfg) == [""]
-    here = checks.FolderLock(tmp_path).mine["system"]
+    here = FolderLock(tmp_path).mine["system"]
     locked(tmp_path / "o", host=HOST, system=here, pid=1, start="not the start of process 1")
-    assert checks.FolderLock(tmp_path / "o" / "lock").claim() == ""
+    assert FolderLock(tmp_path / "o" / "lock").claim() == ""
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
     """At once, where the last one is old; where it is new, after DEAD seconds without another one."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
-    lock = checks.FolderLock(file)
+    lock = FolderLock(file)
     assert lock.claim() == "" and json.loads(file.read_text())["pid"] == os.getpid()
     lock.release()
     assert not file.exists()
-    monkeypatch.setattr(checks, "DEAD", 3.0)
+    monkeypatch.setattr(lock, "DEAD", 3.0)
     for seconds in (0, 10**9):  # a clock of 2050 is not a heartbeat
         file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
         os.utime(file, (time.time() + seconds,) * 2)
-        assert checks.FolderLock(file).claim() == "" and 2 < time.monotonic() - began < 10
+        assert FolderLock(file).claim() == "" and 2 < time.monotonic() - began < 10
 
 
 def test_the_folder_of_a_live_run_on_another_host_is_refused(tmp_path):
@@ -170,7 +172,7 @@ def test_the_folder_of_a_live_run_on_another_host_is_refused(tmp_path):
 
     threading.Thread(target=beat, daemon=True).start()
     began = time.monotonic()
-    assert "in use by process 7 on other" in checks.FolderLock(file).claim()
+    assert "in use by process 7 on other" in FolderLock(file).claim()
     ended.set()
     assert time.monotonic() - began < 10 and json.loads(file.read_text())["pid"] == 7
 
@@ -266,7 +268,7 @@ def stormed(rounds):
     stops = 0
     for _ in range(rounds):
         sender = get_context("fork").Process(target=storm, args=(os.getpid(),))
-        with dist.handle_signals(30.0):
+        with handle_signals(30.0):
             sender.start()
             while sender.exitcode is None:
                 time.sleep(0.001)

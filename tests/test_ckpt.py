@@ -30,9 +30,10 @@ import data
 import dist
 from configs import PRESETS, UserError, changed
 from data import prompt_encoder, prompt_form
+from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import load_critic, load_policy, load_tokenizer
-from tiny import make_tokenizer
+from tools.tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
@@ -431,7 +432,7 @@ def test_signals_are_handled_only_while_training():
     """Inside, a signal requests a stop. Afterwards the earlier handlers are back, and nothing ends the
     process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
-    with dist.handle_signals(grace=0.2):
+    with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert dist.stop_signal and signal.getsignal(signal.SIGINT) != before[1]
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 
 import configs
-from checks import check_ranks
 from configs import PRESETS, Config, UserError, check_paths, parse
+from guard.start import check_ranks
 
 
 def test_a_flag_beats_the_layout_which_beats_the_preset():

@@ -22,6 +22,7 @@ import pytest
 from conftest import ROOT
 
 import configs
+from tools import tiny
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in FILES}
@@ -31,13 +32,15 @@ FENCED = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
 PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)  # with the indented blocks
 UNINDENTED = re.sub(r"^    .*\n", "", PROSE, flags=re.M)
 SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", UNINDENTED)]
-SOURCES = {p.stem: p.read_text(encoding="utf-8") for p in ROOT.glob("*.py")}
+FOLDERS = ("engines", "grading", "guard", "tools")
+SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(encoding="utf-8")
+           for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
 # What is not run here, and why. Everything else that the docs tell people to type is run.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
-    "python tiny.py runs/tool-base": "takes a minute; test_turns.py makes such a model",
+    "python -m tools.tiny runs/tool-base": "takes a minute; test_turns.py makes such a model",
     "make gsm8k": "needs a GPU and hours; test_recipes.py takes a step at its shapes",
     "make test": "this is it",
     "make rehearse": "takes 33 processes and minutes",
@@ -49,7 +52,7 @@ CANNOT = {
     "ruff check": "make test runs it",
     "torchrun": "needs GPUs or several machines; its flags and train.py's are checked below",
     "python train.py tiny-grpo": "takes minutes; test_train.py runs such with its own reward and data",
-    "python rollout.py": "samples long responses; test_recipes.py runs it with short ones",
+    "python -m tools.evaluate": "samples long responses; test_recipes.py runs it with short ones",
     "sbatch": "needs a cluster",
     "tensorboard": "serves until it is stopped",
     "srun": "needs a cluster",
@@ -121,8 +124,8 @@ def test_commands_that_can_run_here_do(placeholders):
                               timeout=600, check=False)
         assert done.returncode == 0, (filled, done.stdout[-500:], done.stderr[-2000:])
         assert done.stdout, filled
-        ran.append(command.split()[1])
-    assert {"plan.py", "train.py", "reward.py", "ckpt.py", "report.py"} <= set(ran)
+        ran.append(command.removeprefix("python ").removeprefix("-m ").split()[0])
+    assert {"tools/plan.py", "train.py", "reward.py", "ckpt.py", "tools/report.py"} <= set(ran)
 
 
 def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
@@ -204,8 +207,8 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 
 def test_rows_of_data_are_read():
-    """Every row in the docs is one that rows.py reads, and README's formats are one problem."""
-    from rows import problem_of
+    """Every row in the docs is one that grading/rows.py reads, and README's formats are one problem."""
+    from grading.rows import problem_of
 
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
     assert all(problem_of(json.loads(r), "docs") for r in spans)
@@ -221,7 +224,6 @@ def test_rows_of_data_are_read():
 def test_every_flag_exists():
     from torch.distributed.run import get_args_parser
 
-    import tiny
     from configs import Config
 
     fields = dataclasses.fields(Config)
@@ -278,7 +280,8 @@ def test_every_function_exists():
     named |= set(re.findall(r"\b(?:ppo|grpo)\.\w+", DOCS["docs/algorithms.md"]))
     seen = 0
     for name in named:
-        module, *path = name.split(".")
+        at = 2 if name.split(".")[0] in FOLDERS else 1
+        module, path = ".".join(name.split(".")[:at]), name.split(".")[at:]
         if module not in SOURCES or name.endswith((".py", ".json", ".jsonl", ".html")):
             continue
         what = importlib.import_module(module)
@@ -318,9 +321,10 @@ def test_readme_is_short_and_starts_with_the_result():
 
 
 def test_the_files_are_all_listed_and_import_only_downwards():
-    """The table's order is the order of the floors; imports inside functions count."""
+    """The table's order is the order of the floors; imports inside functions count. Files of one folder may
+    import each other."""
     (table,) = tables(README, "file")
-    floors = [row[0].strip("`").removesuffix(".py") for row in table[1:]]
+    floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
     for i, name in enumerate(floors):
         imported = set()
@@ -328,24 +332,26 @@ def test_the_files_are_all_listed_and_import_only_downwards():
             if isinstance(node, ast.Import):
                 imported |= {a.name for a in node.names}
             elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
+                imported |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+        above = {f for f in floors[:i] if f.partition(".")[0] != name.partition(".")[0] or "." not in f}
+        assert not imported & above, f"{name} imports upwards: {imported & above}"
         roots = {m.partition(".")[0] for m in imported}
-        assert not roots & set(floors[:i + 1]), f"{name}.py imports upwards: {roots & set(floors[:i + 1])}"
-        assert "vllm" not in roots or name == "engine_vllm", name
+        assert "vllm" not in roots or name == "engines.vllm_engine", name
         assert name not in ("ppo", "grpo") or roots <= {"torch", "__future__"}, name
-        assert name not in ("plan", "configs") or "torch" not in roots, name
+        assert name not in ("tools.plan", "configs") or "torch" not in roots, name
 
 
 def test_the_hours_are_the_plans():
-    """Host memory, disk and hours of each row are what plan.py says today, and each fits."""
+    """Host memory, disk and hours of each row are what tools/plan.py says today, and each fits."""
     (table,) = tables(README, "preset")
     seen = 0
     for preset, devices, host, disk, hours in table[1:]:
         count, _, gpu = devices.partition(" × ")
         if not gpu:  # a laptop: measured
             continue
-        command = ["plan.py", *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"]
-        said = json.loads(subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True))
+        flags = *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"
+        command = [sys.executable, "-m", "tools.plan", *flags]
+        said = json.loads(subprocess.check_output(command, cwd=ROOT, text=True))
         seconds = said["seconds"]["step"]
         assert hours == f"{seconds['quarter'] / 36:.1f} to {seconds['full'] / 36:.1f}", preset
         space = said["host and disk"]

@@ -13,13 +13,13 @@ import torch
 from conftest import ROOT, run_ranks
 from transformers import AutoConfig
 
-import checks
 import ckpt
 import data
 import model
-import plan
 from configs import PRESETS, UserError
-from engine_torch import TorchEngine
+from engines.torch_engine import TorchEngine
+from guard.start import check_critic
+from tools import plan
 
 NEAR = 1e-5  # nats, and share of a gradient's norm
 
@@ -264,8 +264,8 @@ def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
     tokenizer = model.load_tokenizer(folder_of("qwen2"))
     cfg = families.replace(PRESETS["tiny-ppo"], model=folder_of("qwen2"), critic_model=path)
     with pytest.raises(UserError, match="has other tokens than"):
-        checks.check_critic(cfg, tokenizer)
-    checks.check_critic(families.replace(cfg, critic_model=folder_of("granite")), tokenizer)
+        check_critic(cfg, tokenizer)
+    check_critic(families.replace(cfg, critic_model=folder_of("granite")), tokenizer)
 
 
 # --- the Hub

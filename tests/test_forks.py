@@ -14,6 +14,10 @@ from ranks import main  # noqa: F401  loads the libraries of all forks once
 from safetensors.torch import load_file
 
 import ckpt
+import data
+import grpo
+import ppo
+import train
 from log import read_metrics
 
 # A fork is a list of edits (file, old text, new text). The numbers are those of the sections in
@@ -73,7 +77,7 @@ RMSPROP = [
 
 # 9. A reward part that grows with the response's length.
 BREVITY = [
-    ("trajectories.py", "\nREWARD_PARTS = {\n",
+    ("rollout.py", "\nREWARD_PARTS = {\n",
      "\ndef brevity(group: Sequence[Sample], cfg: Config) -> list[float]:\n"
      "    return [-0.001 * len(s.ids) for s in group]\n\n"
      'REWARD_PARTS = {"brevity": brevity,\n'),
@@ -142,7 +146,6 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
     become(folder)
     import ranks
 
-    import train
 
     samples, out = ranks.make_samples(24), {}
     for kind in kinds:
@@ -181,10 +184,6 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
     import ranks
 
-    import data
-    import grpo
-    import ppo
-    import train
     from log import Meter
     from model import load_policy, logprobs
 
@@ -232,7 +231,6 @@ def test_another_ratio(tiny, tmp_path):
 def train_with(folder: str, fields: dict) -> bool:
     """Train with the modules in `folder`, and write no report. Returns whether the run is complete."""
     become(folder)
-    import train
     from configs import Config
 
     assert train.__file__.startswith(folder)

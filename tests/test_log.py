@@ -22,7 +22,8 @@ import torch
 from conftest import ROOT, maths, run, run_ranks, start_ranks
 
 from configs import PRESETS, UserError, changed, check_trackers, parse, read_jsonl
-from log import METRICS, Logger, Meter, alarms, metric_meanings, new_alarms, read_metrics
+from guard.alarms import alarms, new_alarms
+from log import METRICS, Logger, Meter, metric_meanings, read_metrics
 
 PPO = PRESETS["tiny-ppo"]
 
@@ -555,11 +556,11 @@ def test_the_table_is_the_metrics_of_a_run(two_ranks, unusual):
 
 
 def test_the_table_has_every_phase_and_reason():
-    from reward import REASONS
+    from grading.worker import REASONS
 
     names = {row[0] for row in ROWS}
-    source = "".join((ROOT / f).read_text(encoding="utf-8") for f in ("train.py", "checks.py")
-                     if (ROOT / f).is_file())
+    files = "train.py", "guard/start.py", "guard/selfcheck.py"
+    source = "".join((ROOT / f).read_text(encoding="utf-8") for f in files)
     phases = re.findall(r'phase\("(\w+)"\)', source)
     # wake, sync and sleep come from the engine's ledger, step from the clock.
     assert {n for n in names if n.startswith("time/")} == {f"time/{p}" for p in (

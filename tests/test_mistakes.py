@@ -15,11 +15,11 @@ import ranks
 import torch
 from conftest import ROOT, run_ranks
 
-import checks
 import dist
-import engine_vllm
 import model
 from configs import UserError
+from engines import vllm_engine
+from guard.start import check_attention, check_compile
 
 # What is typed after `train.py`; a part of the answer. These are answered without torch.
 AT_ONCE = {
@@ -139,7 +139,7 @@ def test_there_are_many():
 def test_a_mistyped_model_and_the_demos_missing_one_are_told_what_to_type(folder, tiny):
     for typed, words in ((["--model", "mambo"], "no model folder 'mambo' (did you mean mamba?); needed: "),
                          (["--model", f"{folder}/bar"], "/bare?); needed: "),
-                         ([], "needed: python tiny.py, which makes it")):
+                         ([], "needed: python -m tools.tiny, which makes it")):
         command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", *typed, "--data", "rows.jsonl"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -177,20 +177,20 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
 def test_compile_is_refused_where_torch_cannot_compile(base):
     cfg = replace(base, compile=True)
     with pytest.raises(UserError, match="switched off; needed: TORCH_COMPILE_DISABLE=0"):  # by conftest.py
-        checks.check_compile(cfg, torch.device("cpu"))
-    checks.check_compile(base, torch.device("cpu"))
+        check_compile(cfg, torch.device("cpu"))
+    check_compile(base, torch.device("cpu"))
     no_compiler = {"cpp.cxx": ("/absent/g++",), "force_disable_caches": True}
     with torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(no_compiler):
         torch._dynamo.reset()
         with pytest.raises(UserError, match=r"--compile, and torch.compile fails .*needed: a C\+\+ compiler"):
-            checks.check_compile(cfg, torch.device("cpu"))
+            check_compile(cfg, torch.device("cpu"))
 
 
 def test_flash_attention_3_is_refused_where_it_is_not(base):
     cfg, world = replace(base, attention="fa3"), dist.World(0, 1, torch.device("cpu"), torch.float32)
     with pytest.raises(UserError, match="--attention fa3 runs bfloat16 on CUDA alone; needed: --att"):
-        checks.check_attention(cfg, world)
-    checks.check_attention(base, world)
+        check_attention(cfg, world)
+    check_attention(base, world)
     with pytest.raises(UserError, match=r"fa3 can't be used here \(No module named 'flash_attn_interface'\)"):
         model.use_flash_attention_3(model.load_config(base.model), "cpu")
 
@@ -206,8 +206,8 @@ def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, m
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "0")  # else they stay set
     if fits:
-        assert engine_vllm._import_vllm() is object
+        assert vllm_engine._import_vllm() is object
     else:
         with pytest.raises(UserError, match=rf"^--engine vllm, and vllm is {re.escape(version)}; needed: "
                                             r"pip install -r requirements.txt \(vllm 0.32\), or --engine"):
-            engine_vllm._import_vllm()
+            vllm_engine._import_vllm()

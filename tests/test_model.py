@@ -18,8 +18,8 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import data
 import model
-import plan
 from configs import UserError
+from tools import plan
 
 
 @pytest.fixture(params=["tiny", "untied"])
@@ -276,8 +276,8 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
-    """Four times the tokens take no more memory, and no more than plan.py counts. All logits at once would
-    take 0.3 and 1.3 GB."""
+    """Four times the tokens take no more memory, and no more than tools/plan.py counts. All logits at once
+    would take 0.3 and 1.3 GB."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 40 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 

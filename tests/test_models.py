@@ -10,10 +10,10 @@ from conftest import ROOT, make_model, run_ranks
 from transformers import Qwen2Config
 
 import dist
-import engine_torch
 import model
 import rollout
 from configs import UserError
+from engines import torch_engine
 
 FAMILIES = {"qwen2": dict(tied=True), "qwen2-untied": dict(tied=False), "qwen3": dict(),
             "llama": dict(tied=False), "mistral": dict(tied=False)}
@@ -87,14 +87,14 @@ def test_the_fused_decoder_equals_the_modules(family, folders, base, monkeypatch
     tokenizer, policy = model.load_tokenizer(path), model.load_policy(path)
 
     def sampled() -> tuple[bool, dict]:
-        engine = engine_torch.TorchEngine(path, tokenizer, base)
+        engine = torch_engine.TorchEngine(path, tokenizer, base)
         with engine.awake(dist.full_weights(policy), version=0):
             samples = list(engine.generate({0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0))
         responses = {(s.prompt_id, s.sample_id): (s.ids.tolist(), torch.tensor(s.logp)) for s in samples}
         return engine.decoder.fused, responses
 
     fused, ours = sampled()
-    monkeypatch.setattr(engine_torch, "LLAMA_LIKE", ())
+    monkeypatch.setattr(torch_engine, "LLAMA_LIKE", ())
     still_fused, theirs = sampled()
     assert fused and not still_fused and len(ours) == 6
     for key, (ids, logp) in theirs.items():
@@ -105,7 +105,7 @@ def test_the_fused_decoder_equals_the_modules(family, folders, base, monkeypatch
 def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base):
     """The engine stops at the token that completes the string, as looking for it in the whole text says."""
     cfg, tokenizer = dataclasses.replace(base, stop=(stop,)), model.load_tokenizer(tiny)
-    engine = engine_torch.TorchEngine(tiny, tokenizer, cfg)
+    engine = torch_engine.TorchEngine(tiny, tokenizer, cfg)
     text = f"a b ü {stop[:-1]} x {stop}"
     ids = torch.tensor([tokenizer(text).input_ids])
     stops = [bool(engine._stopped(ids[:, t], ids, t)[0]) for t in range(ids.shape[1])]

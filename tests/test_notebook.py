@@ -23,7 +23,7 @@ def taught(tiny, tmp_path_factory) -> str:
     """Folder of a base model like the demo's: on four sums it is right about every other time."""
     from transformers import Qwen2ForCausalLM
 
-    import tiny as demo
+    import tools.tiny as demo
 
     folder = tmp_path_factory.mktemp("taught") / "base"
     shutil.copytree(tiny, folder)

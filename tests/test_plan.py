@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import ckpt
 import dist
 import model
-import plan
 import train
 from bench.nullgpu.memory import CASES, case_of, planned
-from configs import PRESETS, parse
+from configs import GIB, PRESETS, parse
 from log import Logger, Meter
+from tools import plan
 
 DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
             intermediate_size=112, num_hidden_layers=3)
@@ -150,11 +150,12 @@ def test_memory_of_a_7b_by_hand():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """vLLM keeps 0.5 GiB of a GPU while it sleeps, and in a sync. engine_vllm.py copies the embedding where
-    it is the head, and embedding and head where vLLM pads their rows to a multiple of 64 on each rank."""
+    """vLLM keeps 0.5 GiB of a GPU while it sleeps, and in a sync. engines/vllm_engine.py copies the
+    embedding where it is the head, and embedding and head where vLLM pads their rows to a multiple of 64 on
+    each rank."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
-        assert asleep[phase]["sleeping engine"] == plan.GIB / 2 and not awake[phase].get("sleeping engine")
+        assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
     assert asleep["rollout"]["sleeping engine"] == 0  # its share of the GPU has it
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
@@ -315,10 +316,10 @@ def test_the_published_layouts_fit_and_a_debug_one_too():
 
 def test_a_machine_with_too_little_memory_is_refused():
     shape = plan.KNOWN["7b"]
-    small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * plan.GIB)
+    small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * GIB)
     assert "a machine has 16.0 GiB for 2 of the ranks" in plan.shortage(small)
-    assert not plan.shortage(dataclasses.replace(small, host=2000 * plan.GIB))
-    hosts = case("orz-7b", "--layout", "production", world=32, host=32 * plan.GIB)
+    assert not plan.shortage(dataclasses.replace(small, host=2000 * GIB))
+    hosts = case("orz-7b", "--layout", "production", world=32, host=32 * GIB)
     assert "machine that has 32.0 GiB" in plan.shortage(hosts)
 
 
@@ -336,13 +337,14 @@ def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
 
 
 def command(*argv: str) -> subprocess.CompletedProcess:
-    """`python plan.py …`. The end of its stderr says whether it loaded torch, and its processor seconds."""
+    """`python -m tools.plan …`. The end of its stderr says whether it loaded torch, and its processor
+    seconds."""
     code = """if True:
         import resource, runpy, sys
         sys.path.insert(0, ".")
-        sys.argv = ["plan.py", *sys.argv[1:]]
+        sys.argv = ["tools.plan", *sys.argv[1:]]
         try:
-            runpy.run_path("plan.py", run_name="__main__")
+            runpy.run_module("tools.plan", run_name="__main__")
         finally:
             used = resource.getrusage(resource.RUSAGE_SELF)
             print("torch" in sys.modules, used.ru_utime + used.ru_stime, file=sys.stderr)"""
@@ -365,7 +367,7 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_plan_in_short_is_eight_lines_of_80_columns(name):
     for ranks in (1, 32):
-        lines = plan.summary(case(name, world=ranks, host=2000.0 * plan.GIB), price=2.5)
+        lines = plan.summary(case(name, world=ranks, host=2000.0 * GIB), price=2.5)
         assert len(lines) == 8 and max(map(len, lines)) <= 80, max(lines, key=len)
 
 
@@ -381,7 +383,7 @@ def test_hours_and_dollars_of_the_summary_are_the_tables():
 
 
 def test_a_reader_that_has_read_enough_sees_no_traceback():
-    pipe = f"{sys.executable} {ROOT}/plan.py orz-7b | head -n 2"
+    pipe = f"{sys.executable} -m tools.plan orz-7b | head -n 2"
     done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
     assert done.stdout.count("\n") == 2 and done.stderr == ""
 
@@ -399,7 +401,7 @@ def test_json_and_text_agree():
         for name, value in said[section].items():
             bytes_of_unit = 1
             if name.startswith(("host", "disk")) or section == "memory" and isinstance(value, dict):
-                bytes_of_unit = plan.GIB
+                bytes_of_unit = GIB
             for n in value.values() if isinstance(value, dict) else [value]:
                 x, line = n / bytes_of_unit, lines[section, name]
                 assert x == 0 or f" {x:,.1f}" in line or f" {x:,.0f}" in line, (section, name, x)

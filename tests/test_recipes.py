@@ -22,17 +22,18 @@ import torch
 import transformers
 from conftest import ROOT, make_model, maths, run, run_ranks
 
-import checks
 import data
 import dist
 import log
 import rollout
-import scores
-import trajectories
 from bench import shape
 from configs import OPEN_R1_SYSTEM, PRESETS, STEP_BY_STEP, UserError, parse, read_jsonl
+from guard.start import check_parts
 from model import load_tokenizer
-from tiny import build
+from rollout import accuracy, majority, pass_at
+from tools import evaluate
+from tools.evaluate import EVAL_FLAGS, Candidate, eval_config, main, model_name, split_argv
+from tools.tiny import build
 
 # The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
 ORZ = dict(
@@ -294,7 +295,7 @@ def graded(cfg, datasets):
 
     with rollout.make_grader(cfg) as grader:
         samples = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
-        return trajectories.shape_rewards(samples, cfg)
+        return rollout.shape_rewards(samples, cfg)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -309,7 +310,7 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
     def logged(samples):
         meter = log.Meter()
-        log.measure_samples(meter, samples, trajectories.part_names(cfg))
+        log.measure_samples(meter, samples, rollout.part_names(cfg))
         rows = meter.reduce(lambda x: x, lambda x: x)
         return {k: v for k, v in rows.items() if k.startswith("reward/")}
 
@@ -406,23 +407,23 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
     name = template if template in data.TEMPLATES else "chat"
     cfg = dataclasses.replace(base, template=name, max_prompt_len=2048, max_response_len=24, pack_len=4096)
     problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
-    checks.check_parts(problems, tokenizer, cfg)
+    check_parts(problems, tokenizer, cfg)
     for part in ("format", "tags"):
         with_part = dataclasses.replace(cfg, reward=("math", f"{part}=0.5"))
         if opens:
             with pytest.raises(UserError, match=f"^--reward {part} .*--template {name} .*; needed: "):
-                checks.check_parts(problems, tokenizer, with_part)
+                check_parts(problems, tokenizer, with_part)
         else:
-            checks.check_parts(problems, tokenizer, with_part)
+            check_parts(problems, tokenizer, with_part)
 
 
 def test_a_length_reward_needs_samples_to_compare(base, tiny):
     tokenizer = load_tokenizer(tiny)
     problems = data.load_problems(base.data, tokenizer, base, lambda text: None)
     cfg = dataclasses.replace(base, reward=("math", "length"), samples_per_prompt=2)
-    checks.check_parts(problems, tokenizer, cfg)
+    check_parts(problems, tokenizer, cfg)
     with pytest.raises(UserError, match="--reward length compares the samples of a prompt, and there is one"):
-        checks.check_parts(problems, tokenizer, dataclasses.replace(cfg, samples_per_prompt=1))
+        check_parts(problems, tokenizer, dataclasses.replace(cfg, samples_per_prompt=1))
 
 
 def test_an_empty_stop_string_is_refused():
@@ -467,12 +468,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
     for n, k in ((1, 1), (4, 2), (6, 4), (7, 7)):
         for right in range(n + 1):
             subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
-            assert scores.pass_at(k, n, right) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+            assert pass_at(k, n, right) == pytest.approx(sum(map(max, subsets)) / len(subsets))
 
 
 def test_majority_is_the_share_of_the_most_frequent_answers_that_are_right():
     def majority(*answers):
-        return scores.majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
+        return majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
 
     assert majority("7", "7", "8") == 1 and majority("7", "8", "8") == 0
     assert majority("7", "8") == 0.5 and majority("7", None, None, None) == 1
@@ -485,7 +486,7 @@ def test_each_problem_has_its_own_value_of_each_metric():
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
                                stopped=rng.random() < 0.5) for i, some in enumerate(answers) for a in some]
-    found = scores.accuracy(samples, n)
+    found = accuracy(samples, n)
     assert list(found) == ["avg@4", "pass@2", "pass@4", "maj@4", "response_len", "truncated"]
     for i, some in enumerate(answers):
         mine = [s for s in samples if s.prompt_id == i]
@@ -493,7 +494,7 @@ def test_each_problem_has_its_own_value_of_each_metric():
         assert found["avg@4"][i] == some.count("7") / n
         assert found["pass@2"][i] == pytest.approx(sum("7" in pair for pair in pairs) / len(pairs))
         assert found["pass@4"][i] == ("7" in some)
-        assert found["maj@4"][i] == scores.majority(mine)
+        assert found["maj@4"][i] == majority(mine)
         assert found["response_len"][i] == sum(len(s.ids) for s in mine) / n
         assert found["truncated"][i] == sum(not s.stopped for s in mine) / n
     two = run_ranks(2, gathered, samples, n)
@@ -510,15 +511,15 @@ def test_the_standard_error_is_that_of_the_bootstrap_over_problems():
     rng = np.random.default_rng(2)
     values = rng.beta(0.5, 0.5, 80)
     variance = sum((x - sum(values) / 80) ** 2 for x in values) / 79
-    assert scores.std_error(values.tolist()) == pytest.approx((variance / 80) ** 0.5)
+    assert evaluate.std_error(values.tolist()) == pytest.approx((variance / 80) ** 0.5)
     means = rng.choice(values, (20_000, 80)).mean(1)
-    assert scores.std_error(values.tolist()) == pytest.approx(means.std(), rel=0.03)
-    assert scores.std_error([0.5]) is None and scores.std_error([]) is None
+    assert evaluate.std_error(values.tolist()) == pytest.approx(means.std(), rel=0.03)
+    assert evaluate.std_error([0.5]) is None and evaluate.std_error([]) is None
 
 
 def candidate(tokenizer, cfg):
     """A model of which only the problems matter."""
-    return rollout.Candidate(cfg, cfg.model, tokenizer, rollout.load_sets(cfg, tokenizer, str), ())
+    return Candidate(cfg, cfg.model, tokenizer, rollout.load_sets(cfg, tokenizer, str), ())
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_path):
@@ -536,16 +537,16 @@ def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_
     hard = rng.random(80)
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
     of_first, of_other = ({"d": {"avg@4": values.tolist()}} for values in (a, b))
-    found = scores.differences(other.sets, of_other, first.sets, of_first)["d"]
+    found = evaluate.differences(other.sets, of_other, first.sets, of_first)["d"]
     gap, error = found["metrics"]["avg@4"]["value"], found["metrics"]["avg@4"]["stderr"]
     assert found["problems"] == 80 and gap == pytest.approx((b - a).mean())
     assert error == pytest.approx((b - a).std(ddof=1) / 80 ** 0.5)
     drawn = rng.integers(80, size=(20_000, 80))
     assert error == pytest.approx((b[drawn].mean(1) - a[drawn].mean(1)).std(), rel=0.03)
-    assert error < 0.5 * (scores.std_error(a.tolist()) ** 2 + scores.std_error(b.tolist()) ** 2) ** 0.5
+    assert error < 0.5 * (evaluate.std_error(a.tolist()) ** 2 + evaluate.std_error(b.tolist()) ** 2) ** 0.5
     kept = np.arange(80) % 4 != 3
     of_fewer = {"d": {"avg@4": b[kept].tolist()}}
-    found = scores.differences(fewer.sets, of_fewer, first.sets, of_first)["d"]
+    found = evaluate.differences(fewer.sets, of_fewer, first.sets, of_first)["d"]
     assert found["problems"] == 60
     assert found["metrics"]["avg@4"]["value"] == pytest.approx((b - a)[kept].mean())
     assert found["metrics"]["avg@4"]["stderr"] == pytest.approx((b - a)[kept].std(ddof=1) / 60 ** 0.5)
@@ -587,13 +588,13 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     left out of the loss adds to no count."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
-    shaped = trajectories.shape_rewards(samples, cfg)
+    shaped = rollout.shape_rewards(samples, cfg)
     assert [s.parts.get("overlong", 0) for s in shaped] == [0, 0, -0.5, -1]
     assert [s.in_loss for s in shaped] == [True, True, True, False]
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    (plain,) = trajectories.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
+    (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
 
@@ -601,9 +602,9 @@ def test_the_length_penalty_ends_where_the_response_is_cut():
     """--max_model_len 40 leaves 38 tokens after a prompt of 2."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, max_model_len=40)
     lengths = (22, 30, 38)
-    assert trajectories.overlong([sample(n, 1.0) for n in lengths], cfg) == [0, -0.5, -1]
+    assert rollout.overlong([sample(n, 1.0) for n in lengths], cfg) == [0, -0.5, -1]
     longer = dataclasses.replace(cfg, max_model_len=60)  # then --max_response_len 48 cuts
-    assert trajectories.overlong([sample(n, 1.0) for n in lengths], longer) == [0, 0, -6 / 16]
+    assert rollout.overlong([sample(n, 1.0) for n in lengths], longer) == [0, 0, -6 / 16]
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
@@ -665,30 +666,30 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     ("--samples_per_prompt=4", "--samples_per_prompt does nothing in evaluation; needed: --eval_samples"),
     ("--nonstop_penalty 1", "--nonstop_penalty does nothing"),
     ("--overlong_buffer 9", "--overlong_buffer does nothing"),
-    ("--model x", "--model does nothing in evaluation; needed: rollout.py MODEL DATA"),
+    ("--model x", "--model does nothing in evaluation; needed: -m tools.evaluate MODEL DATA"),
     ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
     ("--reward math tags", "--reward tags does nothing"), ("--reward math=2", "--reward math=2 does nothing"),
     ("--reward math r.py:f", "--reward r.py:f does nothing"),
     ("--template chat --steps 3", "--steps does nothing"), ("--temprature 1", "no flag --temprature")])
 def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)) as e:
-        rollout.main(["/no/model", "x.jsonl", *argv.split()])
+        main(["/no/model", "x.jsonl", *argv.split()])
     assert "\n" not in str(e.value)
 
 
 def test_evaluation_takes_the_flags_that_it_reads():
     argv = "/no/model x.jsonl --eval_temperature 0 --reward math d@r.py:f"
-    cfg = rollout.eval_config(argv.split())
+    cfg = eval_config(argv.split())
     assert (cfg.model, cfg.eval_data, cfg.eval_temperature) == ("/no/model", ("x.jsonl",), (0.0,))
     assert cfg.reward == ("math", "d@r.py:f")
-    long = rollout.eval_config([*argv.split(), "--max_response_len", "20000", "--pack_len", "30000"])
+    long = eval_config([*argv.split(), "--max_response_len", "20000", "--pack_len", "30000"])
     assert long.model_len == long.max_prompt_len + 20000  # and not the preset's 8192
-    assert set(rollout.EVAL_FLAGS) <= {f.name for f in dataclasses.fields(cfg)}
+    assert set(EVAL_FLAGS) <= {f.name for f in dataclasses.fields(cfg)}
 
 
 def test_a_chat_model_is_evaluated_without_orzs_stop_strings():
     def stops(*argv):
-        return rollout.eval_config(["/no/model", "x.jsonl", *argv]).stop
+        return eval_config(["/no/model", "x.jsonl", *argv]).stop
 
     assert stops() == PRESETS["orz-7b"].stop == stops("--template", "orz")
     assert stops("--template", "chat") == () == stops("--template=chat")
@@ -698,14 +699,14 @@ def test_a_chat_model_is_evaluated_without_orzs_stop_strings():
 def test_the_help_has_models_and_data_first_and_only_the_flags_that_evaluation_reads(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
-        rollout.main(["--help"])
+        main(["--help"])
     text = capsys.readouterr().out
     usage, *lines = text.splitlines()
-    assert e.value.code == 0 and usage.startswith("usage: rollout.py MODEL [MODEL …] DATA [DATA …] ")
+    assert e.value.code == 0 and usage.startswith("usage: -m tools.evaluate MODEL [MODEL …] DATA [DATA …] ")
     assert max(map(len, [usage, *lines])) <= 80
-    assert any(line.startswith("    python rollout.py ") for line in lines)
+    assert any(line.startswith("    python -m tools.evaluate ") for line in lines)
     flags = set(re.findall(r"^  --(\w+)", text, re.M))
-    assert flags == set(rollout.EVAL_FLAGS)
+    assert flags == set(EVAL_FLAGS)
     for found in ("[0 or more]", "[above 0, up to 1]", "(default: 16)", "runs/eval/MODEL/DATA"):
         assert found in text
 
@@ -715,7 +716,7 @@ def test_models_end_at_the_first_data_file(tmp_path, monkeypatch):
     (tmp_path / "m.json").mkdir()  # a folder is no data file
 
     def split(text):
-        models, files, flags = rollout.split_argv(text.split())
+        models, files, flags = split_argv(text.split())
         return " ".join(models), " ".join(files), " ".join(flags)
 
     assert split("m a.json --seed 1") == ("m", "a.json", "--seed 1")
@@ -725,17 +726,17 @@ def test_models_end_at_the_first_data_file(tmp_path, monkeypatch):
     assert split("m m.json a.json") == ("m m.json", "a.json", "")
     assert split("a.json b.json") == ("a.json", "b.json", "") and split("m") == ("m", "", "")
     with pytest.raises(UserError, match="the same model twice; needed: each model once"):
-        rollout.eval_config(["m", "./m", "a.json"])
+        eval_config(["m", "./m", "a.json"])
 
 
 def test_models_of_one_folder_name_have_names_that_differ(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = ["runs/a/export/policy", "runs/b/export/policy", "/else/export/policy", "policy",
              "Qwen/Qwen2.5-0.5B"]
-    assert [rollout.model_name(path) for path in paths] == [
+    assert [model_name(path) for path in paths] == [
         "runs--a--export--policy", "runs--b--export--policy", "else--export--policy", "policy",
         "Qwen--Qwen2.5-0.5B"]
-    assert rollout.model_name(f"{tmp_path}/runs/../policy/") == "policy"
+    assert model_name(f"{tmp_path}/runs/../policy/") == "policy"
 
 
 EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24", "--pack_len", "64",
@@ -745,20 +746,20 @@ EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24"
 def outcome(argv) -> str:
     """The message with which an evaluation ends, or ""."""
     try:
-        rollout.main(argv)
+        main(argv)
     except (UserError, RuntimeError) as e:
         return str(e)
     return ""
 
 
 def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
-    """`python rollout.py` on two ranks gives all numbers of one rank, bit by bit. They are those of the
-    samples, which are all in the file. lm_eval.json has the same ones."""
+    """`python -m tools.evaluate` on two ranks gives all numbers of one rank, bit by bit. They are those of
+    the samples, which are all in the file. lm_eval.json has the same ones."""
     found, (name,) = [], rollout.set_names([base.data[0]])
     for count in (1, 2):
         out = tmp_path / str(count)
         argv = [tiny, base.data[0], *EVAL, "--reward", *base.reward, "--out", str(out)]
-        run_ranks(count, rollout.main, argv)
+        run_ranks(count, main, argv)
         results = json.loads((out / "scores.json").read_text())
         assert results.pop("date").startswith("20")
         found.append(results)
@@ -793,12 +794,12 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tiny, tmp_path
     models = [make_model(f"runs/{name}/policy", seed, layers)
               for name, seed, layers in (("a", 1, 2), ("b", 2, 2), ("c", 3, 1))]
     argv = ["sums.jsonl", *EVAL, "--reward", *base.reward]
-    run_ranks(2, rollout.main, [*models, *argv])
+    run_ranks(2, main, [*models, *argv])
     lines = capfd.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     together = [json.loads(Path(f"runs/eval/runs--{x}--policy/sums/scores.json").read_text()) for x in "abc"]
     for x, model, several in zip("abc", models, together, strict=True):
-        run_ranks(1, rollout.main, [model, *argv])
+        run_ranks(1, main, [model, *argv])
         alone = json.loads(Path(f"runs/eval/runs--{x}--policy/sums-2/scores.json").read_text())
         assert several["sets"] == alone["sets"] and several["model_files"] == alone["model_files"]
     assert len({s["sets"]["sums"]["metrics"]["avg@4"]["value"] for s in together}) == 3
@@ -852,4 +853,4 @@ def test_an_evaluation_that_fails_leaves_no_folder(base, tiny, tmp_path, monkeyp
     assert not Path("runs").exists()
     assert "parameters did not come" in run_ranks(1, outcome, [tiny, "broken", *argv])[0]
     (folder,) = Path("runs/eval").glob("*/*")
-    assert (folder / "scores.json").is_file() and folder.parent.name == rollout.model_name(tiny)
+    assert (folder / "scores.json").is_file() and folder.parent.name == model_name(tiny)

@@ -17,10 +17,10 @@ import pytest
 from matplotlib.figure import Figure
 from test_log import PPO, healthy, learning, written
 
-import report
 from configs import read_jsonl
 from log import METRICS, Logger, read_metrics
-from report import PANELS, _draw_phases, compare, differences, keys_of, main, story, write_report
+from tools import report
+from tools.report import PANELS, _draw_phases, compare, differences, keys_of, main, story, write_report
 
 
 class Page(HTMLParser):
@@ -171,11 +171,11 @@ def test_two_runs_differ_in_just_the_fields_in_which_they_differ(tmp_path):
 
 
 @pytest.mark.parametrize("argv,words", [
-    ([], ["RUN", "python report.py RUN"]),
+    ([], ["RUN", "python -m tools.report RUN"]),
     (["/no/such/run"], ["no folder /no/such/run", "train.py's --out"]),
     (["EMPTY"], ["no metrics in", "metrics.jsonl"]),
     (["RUN", "EMPTY"], ["no metrics in"]),
-    (["RUN", "--curves"], ["--curves", "python report.py RUN"]),
+    (["RUN", "--curves"], ["--curves", "python -m tools.report RUN"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
     (["RUN", "RUN", "--out", "x.what"], ["what"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.html"], ["/no/such/folder/x.html"]),
@@ -187,7 +187,7 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     with pytest.raises(SystemExit) as e:
         main([str({"EMPTY": tmp_path, "RUN": folder}.get(a, a)) for a in argv])
     said = e.value.code
-    assert isinstance(said, str) and said.startswith("report.py: ") and "\n" not in said
+    assert isinstance(said, str) and said.startswith("tools.report: ") and "\n" not in said
     assert all(word in said for word in words), said
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
-import reward
 from configs import UserError
-from reward import Grade, Grader, extract_answer, grade
+from grading import worker
+from grading.answers import extract_answer, grade
+from grading.worker import Grade, Grader
+from reward import think_then_answer
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 4.0
@@ -268,7 +270,7 @@ def test_right_answers_are_right_under_load():
     """150 different answers at once, all for the workers: waiting in the queue changes no grade."""
     n = 150
     cases = [(rf"\frac{{{i}x}}{{7001}}", rf"\frac{{x}}{{7001}} \cdot {i}") for i in range(20, 20 + n)]
-    assert all(reward.quick_grade(a, b) is None for a, b in cases)
+    assert all(worker.quick_grade(a, b) is None for a, b in cases)
     with Grader(workers=2, deadline=20) as grader:
         for i, (answer, gold) in enumerate(cases):
             grader.submit(("load", i), boxed(answer), gold, True)
@@ -278,7 +280,7 @@ def test_right_answers_are_right_under_load():
 
 def test_waiting_in_the_queue_does_not_count(custom):
     """One worker works for 6 s by the clock. Each answer takes 0.25 s, far below the limit of 4 s."""
-    assert reward.WALL == 4
+    assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=1.0, customs=[spec]) as grader:
         for i in range(24):
@@ -303,13 +305,13 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("correct", boxed("x+1"), "1+x", True)
     grader.submit("wrong", boxed("x+2"), "1+x", True)
     grader.submit("unparsed", "no idea", "1", True)
-    grader.submit("long", boxed("1" * (reward.MAX_ANSWER + 1)), "1", True)
+    grader.submit("long", boxed("1" * (worker.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
     grader.submit("timeout", boxed("9^{9^{9^9}}"), "5", True)
     grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer is our mistake
     grades = grader.results()
     assert grades.pop("long").reason == "unparsed"
-    assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in reward.REASONS}
+    assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in worker.REASONS}
     assert {key for key, g in grades.items() if g.reward} == {"correct"}
     assert "gold answer" in grader.errors["ValueError"]
 
@@ -502,7 +504,7 @@ GOOD = "<think>\na\n</think>\n<answer>\nb\n</answer>"
     GOOD.replace("\nb\n", "\n\n"), GOOD.replace("</think>\n", "</think>\n\n"), GOOD.replace("a", GOOD), "",
     GOOD + "\r\n", "<think>\n" + GOOD, GOOD.replace("b", "\n</answer>")])
 def test_the_format_reward_is_open_r1s(text):
-    assert reward.think_then_answer(text) == open_r1_format(text)
+    assert think_then_answer(text) == open_r1_format(text)
 
 
 def test_the_format_reward_is_open_r1s_on_random_texts_and_takes_linear_time():
@@ -511,11 +513,11 @@ def test_the_format_reward_is_open_r1s_on_random_texts_and_takes_linear_time():
     for i in range(20_000):
         text = "".join(rng.choices(pieces, k=rng.randrange(8)))
         text = "<think>\na" + text if i % 2 else text
-        assert reward.think_then_answer(text) == open_r1_format(text), text
+        assert think_then_answer(text) == open_r1_format(text), text
         right += open_r1_format(text) == 1
     assert right > 500
     start = time.process_time()
-    reward.think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
+    think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
     assert time.process_time() - start < 5
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import tracemalloc
 from collections import Counter
 from dataclasses import replace
@@ -14,13 +15,15 @@ import pytest
 import ranks
 from conftest import ROOT, run_ranks
 
-import checks
 import data
 import rollout
-import rows
-from configs import PRESETS, ROW, UserError
+from configs import PRESETS, UserError
+from grading import rows
+from grading.rows import ROW
+from grading.worker import Grader
+from guard import start
+from guard.start import gold_key
 from model import load_tokenizer
-from reward import Grader
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
 Q = "1+1="
@@ -546,15 +549,14 @@ def test_gold_answers_are_checked_again_after_a_change_that_decides_it(tokenizer
     for answer in ("2", "3"):
         path.write_text(json.dumps({"prompt": Q, "answer": answer}))
         problems = load(path, tokenizer)
-        keys |= {checks.gold_key(problems, replace(CFG, **change)) for change in changes}
-    assert checks.gold_key(problems, CFG) in keys
-    for name in ("answers.py", "reward.py"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    monkeypatch.setattr(checks, "__file__", str(tmp_path / "checks.py"))
-    assert checks.gold_key(problems, CFG) in keys
-    for name in ("answers.py", "reward.py"):
-        (tmp_path / name).write_text("# changed")
-        keys.add(checks.gold_key(problems, CFG))
+        keys |= {gold_key(problems, replace(CFG, **change)) for change in changes}
+    assert gold_key(problems, CFG) in keys
+    shutil.copytree(ROOT / "grading", tmp_path / "grading")
+    monkeypatch.setattr(start, "ROOT", str(tmp_path))
+    assert gold_key(problems, CFG) in keys
+    for name in ("answers.py", "worker.py"):
+        (tmp_path / "grading" / name).write_text("# changed")
+        keys.add(gold_key(problems, CFG))
     assert len(keys) == 2 * 4 + 2
 
 

@@ -19,14 +19,14 @@ from conftest import make_model, maths, run, run_ranks, start_ranks
 import ckpt
 import data
 import dist
-import engine_torch
 import model
 import rollout
 from configs import PRESETS, UserError
 from data import Problem
-from engine_torch import TorchEngine, waves
+from engines import torch_engine
+from engines.torch_engine import TorchEngine, waves
 from log import read_metrics
-from trajectories import moves, stop_across
+from rollout import moves, stop_across
 
 PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
 BFLOAT16 = 2 ** -7  # exports are rounded to bfloat16, where rounding errors may become a whole unit
@@ -268,7 +268,7 @@ def test_many_short_prompts_are_a_wave_of_their_own(tiny, monkeypatch):
     prompts = {i: problems[i].ids * (1 + 4 * (i < 3)) for i in range(9)}
     found = []
     for cost in (50_000, 0):
-        monkeypatch.setattr(engine_torch, "STEP_COST", cost)
+        monkeypatch.setattr(torch_engine, "STEP_COST", cost)
         with engine.awake(model.files_weights(tiny, "cpu", torch.float32), version=0):
             samples = engine.generate(prompts, 2, 1.0, 6, (1,), 0)
             found.append({(s.prompt_id, s.sample_id): s for s in samples})

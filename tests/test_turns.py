@@ -21,13 +21,14 @@ import grpo
 import model
 import ppo
 import rollout
-import tiny as demo
+import tools.tiny as demo
 import train
 from configs import PRESETS, UserError, parse
 from data import Problem, Sample
-from engine_torch import TorchEngine
+from engines.torch_engine import TorchEngine
+from grading.worker import Grade, Grader, Reply
 from log import Meter, measure_samples
-from reward import Grade, Grader, Reply
+from tools.evaluate import EVAL_FLAGS, NO_SCORE
 
 ENV = '''
 import os
@@ -480,8 +481,8 @@ def test_an_edited_environment_is_noticed(tmp_path):
     before = rollout.reward_files(cfg)
     file.write_text(ENV + "\n")
     assert before.keys() == {str(file)} and rollout.reward_files(cfg) != before
-    assert {"env", "max_turns"} <= set(rollout.EVAL_FLAGS)
-    assert not {"env", "max_turns"} & set(rollout.NO_SCORE)
+    assert {"env", "max_turns"} <= set(EVAL_FLAGS)
+    assert not {"env", "max_turns"} & set(NO_SCORE)
 
 
 # --- the calculator of docs/forking.md

@@ -12,14 +12,14 @@ import ranks
 import torch
 from conftest import maths, run_ranks
 
-import checks
 import data
 import dist
-import engine_torch
-import engine_vllm
 import model
 import rollout
+import train
 from configs import PRESETS, UserError
+from engines import torch_engine, vllm_engine
+from guard import selfcheck as checks
 
 # Prompts may fill a block of vLLM's prefix cache, which has 128 tokens on a CPU.
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
@@ -33,7 +33,7 @@ def tp_samples(tiny):
     """Results of ranks.engine_samples on the ranks of two engines of two ranks each, by rank. With fewer than
     4 cores it is one engine, because waiting ranks keep a core busy. It runs before this process has a
     process group of its own."""
-    engine_vllm._import_vllm()
+    vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
     return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), OPTIONS)
@@ -61,8 +61,8 @@ def engines(tiny):
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
-    both = {"vllm": engine_vllm.VLLMEngine(tiny, tokenizer, cfg),
-            "torch": engine_torch.TorchEngine(tiny, tokenizer, cfg)}
+    both = {"vllm": vllm_engine.VLLMEngine(tiny, tokenizer, cfg),
+            "torch": torch_engine.TorchEngine(tiny, tokenizer, cfg)}
     return both, model.load_policy(tiny), tokenizer
 
 
@@ -212,7 +212,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
     (tmp_path / "env.py").write_text("def respond(problem, text, turn): return '=' * (turn < 3) or None\n")
     cfg = dataclasses.replace(engine.cfg, env=f"{tmp_path}/env.py:respond", stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
-    if isinstance(engine, engine_torch.TorchEngine):  # it looks only where a stop string could end
+    if isinstance(engine, torch_engine.TorchEngine):  # it looks only where a stop string could end
         monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
     problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
     prompts = {i: p.ids for i, p in problems.items()}
@@ -236,7 +236,7 @@ def test_a_response_ends_after_a_stop_string_or_eos(engines, engine, policy, pro
     try:
         engine.cfg = dataclasses.replace(cfg, stop=(stop,))
         if ends is not None:
-            may_stop = engine_torch._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
+            may_stop = torch_engine._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
             engine.may_stop = torch.tensor(may_stop)
         short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
         assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
@@ -257,17 +257,17 @@ def test_a_response_ends_after_a_stop_string_or_eos(engines, engine, policy, pro
 
 def test_the_torch_engine_samples_from_the_softmax():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -30.0]).repeat(20000, 1)
-    u = torch.from_numpy(engine_torch.uniforms((7,), 20000))
-    token, logp = engine_torch.sample_token(logits, u, 0.5)
+    u = torch.from_numpy(torch_engine.uniforms((7,), 20000))
+    token, logp = torch_engine.sample_token(logits, u, 0.5)
     want = (logits[0] / 0.5).softmax(-1)
     share = torch.bincount(token, minlength=5) / 20000
     assert (share - want).abs().max() < 4 * 0.5 / 20000 ** 0.5  # four standard deviations
     assert (logp - want.log()[token]).abs().max() < 1e-5
-    assert np.array_equal(engine_torch.uniforms((7,), 10), engine_torch.uniforms((7,), 20)[:10])
+    assert np.array_equal(torch_engine.uniforms((7,), 10), torch_engine.uniforms((7,), 20)[:10])
 
 
 def test_rollouts_are_graded_and_ordered(engine, policy, engines):
-    from reward import Grader
+    from grading.worker import Grader
 
     tokenizer = engines[2]
     texts = ["2+2=", "1+3=", "8/2="]
@@ -293,7 +293,6 @@ def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, tiny,
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    import train
     from log import read_metrics
 
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
@@ -328,7 +327,7 @@ def other_weights(tiny):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """checks.selfcheck, called as train.py calls it. Returns an error or "", and the largest gap in nats."""
+    """guard.selfcheck, called as train.py calls it. Returns an error or "", and the largest gap in nats."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -373,7 +372,7 @@ def calls_of_llm(function) -> set[str]:
 def test_only_load_and_unload_wake_load_and_sleep():
     """In all source files: VLLMEngine.load wakes vLLM and loads weights, and VLLMEngine.unload sleeps."""
     methods, callers = {"wake_up", "sleep", "collective_rpc", "apply_model", "reset_prefix_cache"}, set()
-    for file in Path(rollout.__file__).parent.glob("*.py"):
+    for file in Path(engines.__file__).parent.parent.rglob("*.py"):
         for scope in ast.walk(ast.parse(file.read_text())):
             functions = scope.body if isinstance(scope, ast.ClassDef | ast.Module) else ()
             for function in functions:
@@ -414,7 +413,7 @@ def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompt
 
 def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatch):
     generate(vllm, other_weights(tiny), prompts)  # the head of these weights stays in use
-    monkeypatch.setattr(engine_vllm, "_repack_tied_head", lambda model: None)
+    monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
     assert "after the first sync" in error and "greedy" in error and "tied head" in error and gap > 0.1
     monkeypatch.undo()
@@ -517,7 +516,6 @@ def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
 
 def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, capsys):
     """Metrics are equal with and without it. They have the ledger, which --verbose prints."""
-    import train
     from log import read_metrics
 
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
@@ -535,7 +533,6 @@ def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tmp_path, monkeypatch):
     """vLLM by the self-check. Without a self-check, both engines by the gap of the first step."""
-    import train
 
     real = engine.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)

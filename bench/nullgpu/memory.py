@@ -1,4 +1,4 @@
-"""Compares the memory that plan.py plans with what torch takes from a CUDA driver, case by case.
+"""Compares the memory that tools/plan.py plans with what torch takes from a CUDA driver, case by case.
 
     sh NULLGPU/run.sh python bench/nullgpu/memory.py [--only 7B …]
 
@@ -7,7 +7,7 @@ bench/results/nullgpu-memory.json, and the same as a table to nullgpu-memory.md.
 --only the other cases keep their rows.
 
     layers      that are recomputed in whole; `none`: nothing is recomputed
-    planned     GiB by plan.py, without an engine and NCCL's buffers, which this process does not have
+    planned     GiB by tools/plan.py, without an engine and NCCL's buffers, which this process does not have
     allocated   the peak of torch's tensors
     reserved    the peak of what torch took from the driver
     driver      the driver's peak, with CUDA's context, of two steps of a phase
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import configs
-import plan
+from tools import plan
 
 RESULTS = HERE.parent / "results" / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # name and GiB
@@ -55,7 +55,7 @@ def planned(case: plan.Case) -> dict[str, float]:
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
-        most[phase] = max(most.get(phase, 0.0), total / plan.GIB)
+        most[phase] = max(most.get(phase, 0.0), total / configs.GIB)
     return most
 
 
@@ -63,7 +63,7 @@ def case_of(name: str, recompute: str) -> plan.Case:
     """The plan's case of one of CASES."""
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset, "--recompute", recompute])
-    shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * plan.GIB)
+    shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
     return plan.Case(cfg, world, [shape, shape], gpu, local=min(world, configs.NODE))
 
 
@@ -107,7 +107,7 @@ def wrong(row: dict) -> str:
         return "out of memory"
     if not 1 <= row["share"] <= ABOVE:
         return f"the plan is {row['share']:.3f} of the driver's peak"
-    beside, limit = (plan.NCCL_BUFFERS + plan.SLEEPING_ENGINE) / plan.GIB, 1 - plan.HEADROOM
+    beside, limit = (plan.NCCL_BUFFERS + plan.SLEEPING_ENGINE) / configs.GIB, 1 - plan.HEADROOM
     if row["flag"] == "auto" and row["driver_gib"] + beside > limit * CASES[row["case"]][0][1]:
         return f"more than {limit:.0%} of the device"
     return ""

@@ -41,12 +41,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import nullgpu
 import torch
 
-import checks
 import ckpt
 import configs
 import dist
-import plan
 from bench.shape import build
+from guard.start import model_shapes
+from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
@@ -100,7 +100,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
     """The plan's largest total by phase, in GiB."""
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     totals = {}
-    for name, usage in plan.memory(plan.Case(cfg, 1, checks.model_shapes(cfg), gpu)):
+    for name, usage in plan.memory(plan.Case(cfg, 1, model_shapes(cfg), gpu)):
         totals[name] = max(totals.get(name, 0.0), round(usage["total"] / GIB, 2))
     return totals
 
@@ -149,20 +149,20 @@ def one_process(argv: list[str]) -> None:
     dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
     from trainer import HOST, Pageable, host_values
 
-    import engine_vllm
     import train
+    from engines import vllm_engine
 
     no_nccl()
     ckpt.is_finite = lambda x: True  # a large copy from the device leaves the host's memory as it was
     host_values()
     remember_packs(HOST)
-    load = engine_vllm.VLLMEngine.load
+    load = vllm_engine.VLLMEngine.load
 
     def load_and_tell(engine, weights):
         sampled_counts()
         return load(engine, weights)
 
-    engine_vllm.VLLMEngine.load = load_and_tell
+    vllm_engine.VLLMEngine.load = load_and_tell
     with Pageable() as phases.pageable:
         train.main(cfg)
     nullgpu.quit()

@@ -17,7 +17,7 @@ Prints one JSON line a phase, of this rank:
     values           the critic's forward passes
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 
-    planned_gib      plan.py's total, less what this process does not have: NCCL's buffers and an engine
+    planned_gib      tools/plan.py's total, less what this process does not have: NCCL's buffers and an engine
     *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved,
                      pinned: host memory that the phase pinned
     h2d, d2h         copies from host to device and back
@@ -55,11 +55,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import data
 import dist
 import model
-import plan
 import train
 from bench.nullgpu.memory import planned
 from bench.shape import config_of
 from log import Meter
+from tools import plan
 
 GIB = 2**30
 

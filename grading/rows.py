@@ -19,6 +19,10 @@ are used). Every row gives a problem and an answer that is not empty, or a UserE
 row.
 """
 
+from __future__ import annotations
+
+import contextlib
+import itertools
 import json
 import math
 import re
@@ -29,8 +33,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from answers import KINDS, extract, grade
-from configs import DATA_FILES, Number, UserError, read_rows, require
+from configs import DATA_FILES, UserError, data_file, require
+from grading.answers import KINDS, extract, grade
 
 PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
@@ -324,3 +328,90 @@ def _letter_of(gold, fields, choices, where):
     require(len(found) == 1, f"{where} has the answer {gold!a:.80}, which is none of its choices",
             f"one of {', '.join(choices)}, or a choice's text, or its index from 0")
     return next(iter(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a JSON file, as the text that it is there: 1.10 stays 1.10, and 5,000 digits stay."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+ROW = json.JSONDecoder(parse_float=Number, parse_int=Number)
+AFTER_ROW = re.compile(r"\s*(,\s*|\]\s*\Z)")  # of a JSON list
+BOM = b"\xef\xbb\xbf"
+
+
+def read_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. The number of a row
+    of a .jsonl file is that of its line. Numbers of JSON are `Number`s.
+
+    Raises UserError, with the row, where it can't be read or has no row."""
+    file, row = data_file(path), None
+    if file.suffix == ".parquet":
+        rows = _parquet_rows(file)
+    else:
+        with file.open("rb") as f:
+            is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
+        rows = _list_rows(file) if is_list and file.suffix != ".jsonl" else _line_rows(file)
+    for row in rows:
+        yield row
+    require(row is not None, f"{path} is empty", "at least one row with a problem and its answer")
+
+
+def _parquet_rows(file):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{file} needs pyarrow, which is missing; needed: pip install pyarrow") from None
+    try:
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # rows in memory at once
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    except (pyarrow.ArrowException, ValueError, OSError) as e:
+        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: a whole .parquet "
+                        "file") from None
+
+
+def _line_rows(file):
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            line = line.removeprefix(BOM) if number == 1 else line
+            if line.strip():
+                with _not_json(f"{file} row {number}"):
+                    row = ROW.decode(line.decode())
+                yield number, row
+
+
+def _list_rows(file):
+    with _not_json(str(file)):
+        text = file.read_text(encoding="utf-8-sig")
+    at = re.compile(r"\s*\[\s*").match(text).end()
+    if AFTER_ROW.match(text, at):  # an empty list
+        return
+    for number in itertools.count(1):
+        with _not_json(f"{file} row {number}"):
+            row, at = ROW.raw_decode(text, at)
+        yield number, row
+        after = AFTER_ROW.match(text, at)
+        require(after is not None, f"{file} row {number} is not followed by a comma or the list's end",
+                "a JSON list")
+        if after[1].startswith("]"):
+            return
+        at = after.end()
+
+
+@contextlib.contextmanager
+def _not_json(where):
+    """Raises UserError for what is neither UTF-8 nor JSON."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise UserError(f"{where} is not UTF-8 (byte {e.start}); needed: a UTF-8 file") from None
+    except json.JSONDecodeError as e:
+        raise UserError(f"{where} is not JSON ({e.msg}); needed: one JSON object a line, or a list") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply; needed: a problem and its answer") from None

@@ -1,6 +1,6 @@
 """Builds the demo's base model in about half a minute on a laptop: a tiny model, its tokenizer, its problems.
 
-    python tiny.py [OUT=runs/tiny-base] [--seed 0] [--digits 2] [--style orz]  # or: tiny.build("OUT")
+    python -m tools.tiny [OUT=runs/tiny-base] [--seed 0] [--digits 2] [--style orz]  # or: tiny.build("OUT")
 
 It pretrains a 0.4M-parameter model that solves half of all two-digit sums. A problem is `37+45=`. Half of
 the final training texts work the sum out, in units, tens and the answer:
@@ -358,5 +358,5 @@ def _pretrain(model, tokenizer, problems, rng, style, task="sums"):
 if __name__ == "__main__":
     import tyro
 
-    with user_errors("tiny.py"):
+    with user_errors("tools.tiny"):
         print(tyro.cli(build))

@@ -6,50 +6,37 @@ with space on its disk (`preflight`); the same data and weights on all ranks (`c
 on the devices (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
 policy that is trained (`check_engine`); can the first responses teach anything (`first_look`)."""
 
-import atexit
 import fnmatch
 import hashlib
-import itertools
 import json
 import os
-import secrets
 import shutil
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 import ckpt
 import dist
-import plan
-from configs import NODE, Config, UserError, nearest, require
-from data import Problem, Problems, Sample, fingerprint, pack
-from engine import Engine
+from configs import NODE, ROOT, Config, UserError, gib, nearest, require
+from data import Problem, Problems, Sample, fingerprint
+from grading.answers import grade, readers
+from grading.worker import MAX_ANSWER, Grader
+from guard.lock import FolderLock
 from log import metric_meanings
-from model import folder_fingerprint, load_config, load_tokenizer, logprobs, use_flash_attention_3
-from reward import Grader, readers
-from rollout import (
-    CHECK,
-    GOLD_NEEDED,
-    accuracy,
-    compared_datasets,
-    hopeless_as_text,
-    too_many_hopeless,
-    try_golds,
-)
-from trajectories import reward_files, terms_of
+from model import folder_fingerprint, load_config, load_tokenizer, use_flash_attention_3
+from rollout import CHECK, accuracy, graders_of, reward_files, terms_of
+from tools import plan
 
 # --- the machines
+
+CODE = "", "engines", "grading", "guard", "tools"  # folders whose .py files are the program
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
@@ -159,7 +146,7 @@ def agree(message: str) -> None:
 def program(cfg: Config) -> dict[str, str]:
     """What must be equal on all ranks: versions, and hashes of the code, the config and the reward files."""
     code = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py")):
         code.update(file.read_bytes())
     return ckpt.VERSIONS | {"code": code.hexdigest()[:8],
                             "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]} | reward_files(cfg)
@@ -202,118 +189,6 @@ def is_run(folder: Path) -> bool:
     return bool(ckpt.complete(folder))
 
 
-HEARTBEAT = 20.0  # seconds after which a run renews the time of its lock
-DEAD = 120.0  # seconds without a heartbeat, after which its folder may be taken over
-
-
-class FolderLock:
-    """A run's claim on its folder: a file that names host and process, with a heartbeat. The lock of a
-    process that is gone on this host, or of one elsewhere whose heartbeat stopped, is taken over."""
-
-    def __init__(self, file: Path) -> None:
-        self.file, self.ended = file, threading.Event()
-        self.made: list[Path] = []  # folders that were made for this run, innermost first
-        self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
-                     "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
-
-    def claim(self) -> str:
-        """Take the lock. Returns an error message or "". May wait DEAD seconds for another host's heartbeat.
-        Raises OSError."""
-        while True:
-            try:
-                with self.file.open("x") as file:
-                    json.dump(self.mine, file)
-                break
-            except FileExistsError:
-                owner = self._owner()
-                if self._is_alive(owner):
-                    return (f"{self.file.parent} is in use by process {owner.get('pid')} on "
-                            f"{owner.get('host')}; needed: the end of that run, or another --out")
-                if self._owner() == owner:
-                    self.file.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, daemon=True, name="lock").start()
-        atexit.register(self.release)
-        return ""
-
-    def __enter__(self) -> "FolderLock":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the folder free, if it is still this run's. A run that was refused leaves no empty folders."""
-        self.ended.set()
-        with suppress(OSError):  # on a disk that failed it stays, and counts for nothing
-            if self._owner() == self.mine:
-                self.file.unlink(missing_ok=True)
-                for folder in self.made:
-                    folder.rmdir()  # OSError where it is not empty
-
-    def _owner(self):
-        try:
-            return json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def _is_alive(self, owner):
-        host, system, pid = (owner.get(key) for key in ("host", "system", "pid"))
-        if system == self.mine["system"]:
-            return pid != os.getpid() and owner["start"] == _start_of(pid)
-        before, began = self._beaten(), time.monotonic()
-        patience = DEAD - max(0.0, _now_at(self.file.parent) - before)  # its clock may be ahead
-        if patience > 0:
-            print(f"{self.file} is of process {pid} on {host}; waiting for its heartbeat", flush=True)
-        while self._beaten() == before and time.monotonic() - began < patience:
-            time.sleep(2)
-        return self._beaten() not in (before, 0.0)
-
-    def _beaten(self):
-        """When the owner last renewed the file; 0 where there is none."""
-        try:
-            return self.file.stat().st_mtime
-        except OSError:
-            return 0.0
-
-    def _beat(self):
-        """Renew the lock's time, until another run has the folder: then this one must not write any more."""
-        while not self.ended.wait(HEARTBEAT):
-            owner = self._owner()
-            if owner == self.mine:
-                with suppress(OSError):
-                    os.utime(self.file)
-            elif owner and owner["pid"] == os.getpid():  # a later run of this notebook
-                return
-            elif owner:
-                print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
-                      "leaving without a save", file=sys.__stderr__, flush=True)
-                os._exit(1)
-
-
-def _system():
-    """What tells whether two processes see the same process numbers. Hosts may share a name; containers may
-    share a kernel."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return os.uname().nodename
-
-
-def _start_of(pid):
-    """When a process of this host started, or "" where there is none: numbers of processes are used again."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
-
-
-def _now_at(folder):
-    """The time by the clock of the folder's file system, which may be another host's."""
-    probe = folder / f".clock-{secrets.token_hex(4)}"
-    probe.touch()
-    now = probe.stat().st_mtime
-    probe.unlink()
-    return now
-
-
 def space_shortage(cfg: Config, folder: Path) -> str:
     """Why the folder's disk is too small for the run's checkpoints and exports, or "". Raises UserError for
     --model."""
@@ -323,8 +198,8 @@ def space_shortage(cfg: Config, folder: Path) -> str:
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
     if free >= files["needed"]:
         return ""
-    one, exports, needed = (plan.gib(files[name]) for name in ("checkpoint", "exports", "needed"))
-    return (f"{plan.gib(free)} free in {folder} for {files['checkpoints']} checkpoints of {one} and an "
+    one, exports, needed = (gib(files[name]) for name in ("checkpoint", "exports", "needed"))
+    return (f"{gib(free)} free in {folder} for {files['checkpoints']} checkpoints of {one} and an "
             f"export of {exports}; needed: {needed}, so a smaller --keep, or another --out")
 
 
@@ -379,7 +254,7 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
     say("\n".join(plan.summary(case)))
     shortage = plan.shortage(case)
     require(not shortage, shortage, shortage and plan.remedy(case))
-    say(f"{'plan':8} all of it: {Path(cfg.out) / 'plan.json'}, or python plan.py PRESET [--price USD]\n")
+    say(f"{'plan':8} all of it: {Path(cfg.out) / 'plan.json'}, or python -m tools.plan PRESET\n")
     return plan.as_table(plan.rows_of(case))
 
 
@@ -428,7 +303,7 @@ def gold_key(problems: Problems, cfg: Config) -> str:
     """Hash of what decides which gold answers can be graded: the answers, the rewards and the code that
     compares."""
     flags = repr((cfg.reward, cfg.extractor, cfg.grade_deadline))
-    code = [Path(__file__).with_name(name).read_text() for name in ("answers.py", "reward.py")]
+    code = [file.read_text() for file in sorted(Path(ROOT, "grading").glob("*.py"))]
     parts = [fingerprint(problems), flags, version("math-verify"), *code]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -449,99 +324,6 @@ def check_parts(problems: Problems, tokenizer: Any, cfg: Config) -> None:
     require(not parts or not prompt.rstrip().endswith("<think>"),
             f"--reward {parts} looks for <think> in the response, and the prompt of --template "
             f"{cfg.template} ends in it already", "a --template that doesn't, or no such part")
-
-
-# --- the engine
-
-CHECK_TOKENS = 16  # tokens of a response in the self-check
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
-
-# Stages of the self-check: when; the weights' scale; the step through a prompt's tokens; likely causes.
-STAGES = (
-    ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
-     "a model that the engine computes differently"),
-    ("after sleeping and waking", 1.0, 1, "buffers that sleeping loses and a sync doesn't bring"),
-    ("a sync of halved weights changed nothing", 0.5, -1, "syncs don't reach the weights that are in use"),
-    ("after a sync of other weights and back", 1.0, -1,
-     "a prefix cache that was not reset, or weights that only the first sync brings"))
-
-
-def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
-                 cfg: Config) -> str:
-    """Run `selfcheck` with the policy in training. Returns a line about the agreement. Raises UserError where
-    engine and trainer disagree."""
-    @torch.no_grad()
-    def trainer_logp(samples, temperature):
-        p = pack(samples).to(world.device)
-        with dist.on_device(policy, None, world.device, cfg.offload):
-            return logprobs(policy, p, temperature)[0][p.mask]
-
-    with dist.phase("selfcheck"):
-        weights = partial(dist.full_weights, policy, world.device)
-        results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # these seconds are not the first step's
-    wrong = next((f"on rank {rank}, {error}" for rank, (error, _) in enumerate(results) if error), "")
-    require(not wrong, f"self-check: {wrong}", "a fix of that, or --no-selfcheck to train anyway")
-    return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
-
-
-def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Prompts for `selfcheck` (prompt_id -> tokens): four problems, and one of up to 300 tokens, which fills
-    blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
-    limit = max(1, cfg.model_len - CHECK_TOKENS)
-    endless = itertools.cycle([i for p in problems[:64] for i in p.ids])
-    long = list(itertools.islice(endless, min(300, limit)))
-    return dict(enumerate([*(list(p.ids)[:limit] for p in problems[:4]), long]))
-
-
-def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
-              logprobs: Callable[[list[Sample], float], Tensor],
-              prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """What is wrong with the engine, or "", and the largest mean |engine - trainer| log-prob in nats.
-
-    The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
-
-        1  after a first sync                prompts
-        2  after sleeping and waking         prompts
-        3  after a sync of halved weights    reversed prompts, which no prefix cache has
-        4  after a sync of the weights       reversed prompts
-
-    Its log-probs must equal the trainer's, `logprobs(samples, temperature)` (all tokens,); in 3 they must
-    differ. `weights()` is what `awake` takes.
-
-    All ranks run all of it, whatever they find. It uses its own random stream; the run itself does not
-    change."""
-    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
-    temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
-    errors, means = [], [0.0]
-    for when, scale, direction, causes in STAGES:
-        turned = {prompt_id: prompt[::direction] for prompt_id, prompt in prompts.items()}
-        stream = weights() if scale == 1 else ((name, t * scale) for name, t in weights())
-        with engine.awake(stream, version=-1):
-            responses = {kind: list(engine.generate(turned, 1, t, CHECK_TOKENS, (cfg.seed, CHECK), -1))
-                         for kind, t in temperatures.items()}
-        for kind, samples in responses.items():
-            logp = logprobs(samples, temperatures[kind] or 1.0).float().cpu().numpy()
-            if not samples:  # another rank of this engine has them
-                continue
-            gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
-            agree = bool(gaps.mean() <= limit)  # False where it is not a number
-            if scale == 1:
-                means.append(float(gaps.mean()))
-            if agree != (scale == 1):
-                why = causes if kind == "greedy" else (  # and greedy was right
-                    f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k")
-                errors.append(f"{when}: {_difference(engine, kind, samples, gaps)}; likely causes: {why}")
-    return next(iter(errors), ""), max(means)
-
-
-def _difference(engine, kind, samples, gaps):
-    """How far engine and trainer differ, as text. gaps: (all tokens,) |engine - trainer| log-prob."""
-    worst = [s for s in samples for _ in s.ids][gaps.argmax()]
-    text = engine.tokenizer.decode(list(worst.prompt))[-40:]
-    return (f"engine and trainer differ by {gaps.mean():.3g} nats a token on {kind} responses "
-            f"(limit {TOLERANCE[engine.dtype]:g}), by up to {gaps.max():.3g} after prompt {worst.prompt_id} "
-            f"(…{text!r})")
 
 
 # --- the first responses
@@ -586,3 +368,58 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly{first})",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
+
+
+# --- gold answers that can't be graded
+
+GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
+GOLD_LIMIT = 0.01  # share of them that may fail
+GOLD_NEEDED = 'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go'
+
+
+def compared_datasets(problems: Problems, cfg: Config) -> set[str]:
+    """The data sets whose answers are compared. Gold answers that only a custom reward sees may be
+    anything."""
+    terms = terms_of(cfg)
+    return {d for d in problems.datasets() if any(t.kind for t in graders_of(d, terms))}
+
+
+def too_many_hopeless(result: Mapping[str, Any]) -> bool:
+    """Whether more gold answers than GOLD_LIMIT can't be graded. `result`: of try_golds."""
+    return len(result["hopeless"]) > GOLD_LIMIT * result["checked"]
+
+
+def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
+    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
+    bad = result["hopeless"]
+    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
+    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
+
+
+def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
+              world: dist.World) -> dict[str, Any]:
+    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
+    `compared`: the data sets whose answers are compared."""
+    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
+    if len(indices) > GOLD_SAMPLE:
+        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
+    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
+    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
+            "seconds": round(time.perf_counter() - start, 1)}
+
+
+def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
+    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
+    is compared with them. An equal text would not do: it is right before anything is parsed."""
+    bad = []
+    for i in indices:
+        gold, kind = problems[i].answer.strip(), problems[i].kind
+        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
+            bad.append(i)
+        elif kind == "math":
+            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
+            other = "-1.5" if "." in gold else "-1"
+            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+    grades = grader.results()
+    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
+    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]

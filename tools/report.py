@@ -1,9 +1,9 @@
 """What a person reads about a run: curves, a summary as text, a comparison of recipes, and HTML pages.
 
-    python report.py RUN                             # writes RUN/plot.png and RUN/report.html, prints a story
-    python report.py RUN --watch 30                  # writes both every 30 seconds until the run ends
-    python report.py RUN RUN2 … --out compare.png    # prints the runs side by side, and draws them
-    python report.py RUN RUN2 … --out compare.html   # the same as a page, with a table of the recipes
+    python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a story
+    python -m tools.report RUN --watch 30                  # writes both every 30 seconds until the run ends
+    python -m tools.report RUN RUN2 … --out compare.png    # prints the runs side by side, and draws them
+    python -m tools.report RUN RUN2 … --out compare.html   # the same as a page, with a table of the recipes
 
 Runs that differ only in their seed are one recipe: its mean, in a band from the lowest to the highest run.
 Everything is read from the files of the run's folder, so it works while the run goes on and after a crash.
@@ -505,14 +505,14 @@ def write_comparison(runs: Sequence[Path], to: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command. Exits with one line on a user's mistake."""
-    usage = "python report.py RUN [--watch SECONDS], or RUN RUN2 … [--out compare.png or compare.html]"
-    parser = argparse.ArgumentParser("report.py", description=__doc__.splitlines()[0])
+    usage = "python -m tools.report RUN [--watch SECONDS], or RUN RUN2 … [--out compare.png or compare.html]"
+    parser = argparse.ArgumentParser("tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
     parser.add_argument("--out", type=Path, help="comparison of several runs: .png or .html")
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", type=float, const=10.0,
                         help="write the report of a run again and again until the run ends")
     parser.error = lambda found: require(False, found, usage)
-    with user_errors("report.py"):
+    with user_errors("tools.report"):
         args = parser.parse_args(argv)
         if args.watch is not None:
             require(len(args.runs) == 1 and args.watch > 0,

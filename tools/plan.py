@@ -1,6 +1,6 @@
 """What a run will need, before it starts: batches, memory, disk and seconds.
 
-    python plan.py orz-7b --layout production [--gpu H200] [--price USD] [--json] [flags of train.py]
+    python -m tools.plan orz-7b --layout production [--gpu H200] [--price USD] [--json] [flags of train.py]
 
 Arithmetic on the config and on the sizes in a model's config.json. It needs no torch and no device. A run
 makes the same plan for the devices that it finds, prints it, and refuses what can't fit them.
@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 
 import configs
-from configs import CHUNK_BYTES, NODE, Config, UserError, require
+from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, require
+from grading.rows import read_rows
 
-GIB = 2**30
 STATE_BYTES = 12  # per parameter, stored and in a checkpoint: weight and AdamW's two moments, fp32
 CHUNKS_ALIVE = 3  # chunks alive at once, of CHUNK_BYTES each, while model.py makes log-probs
 SAMPLER_COPIES = 6  # an engine's sampler takes its fp32 logits so many times
@@ -123,7 +123,7 @@ KNOWN = {part: Shape(name, *map(ast.literal_eval, sizes)) for part, name, *sizes
     32b  | Qwen2.5-32B     | 64 | 5120 | 40 | 27648 | 152064 | 8 | False | 0 | True
     7b   | Qwen2.5-7B      | 28 | 3584 | 28 | 18944 | 152064 | 4 | False | 0 | True
     8b   | Llama-3.1-8B    | 32 | 4096 | 32 | 14336 | 128256 | 8 | False | 0 | False
-    tiny | tiny.py's model |  2 |  128 |  4 |   384 |    263 | 2 | True  | 0 | True
+    tiny | tools/tiny.py's model |  2 |  128 |  4 |   384 |    263 | 2 | True  | 0 | True
 """)}
 
 
@@ -338,7 +338,8 @@ def _engine_memory(case):
 
 
 def _sync_copies(case):
-    """Bytes that engine_vllm.py copies of embedding and head, which FSDP would free too early for vLLM."""
+    """Bytes that engines/vllm_engine.py copies of embedding and head, which FSDP would free too early for
+    vLLM."""
     policy = case.policy
     copied = case.vllm and (policy.tied or policy.vocab % (64 * case.cfg.tp))
     return case.number * policy.vocab * policy.hidden * (2 - policy.tied) if copied else 0
@@ -511,14 +512,6 @@ def _available(case):
         return f"a GPU has {gib(case.gpu.memory)}"
     memory = gib(case.host) if case.host else "an unknown amount of memory"
     return f"a machine has {memory} for {case.local} of the ranks"
-
-
-# --- numbers as text
-
-
-def gib(n: float) -> str:
-    """Bytes as text."""
-    return f"{n / GIB:.1f} GiB" if n >= GIB / 2 else f"{n / 2**20:.1f} MiB"
 
 
 # --- the rows of the plan
@@ -737,7 +730,7 @@ def _time(case, price):
     """Hours of the whole run, and dollars, as text."""
     spans = run_hours(case)
     if not spans:
-        return "unknown: only GPUs of plan.py's table are estimated"
+        return "unknown: only GPUs of tools/plan.py's table are estimated"
     low, high = spans.values()
     dollars = " to ".join(_rounded(hours * case.world * price) for hours in (low, high))
     return f"{_hours(low)} to {_hours(high)}" + f", ${dollars}" * (price > 0) + " (estimated)"
@@ -792,13 +785,14 @@ def as_text(rows: list[PlanRow], width: int = 80) -> list[str]:
 
 
 def main() -> None:
-    """`python plan.py PRESET [--gpu NAME] [--price USD] [--json] [flags of train.py]`: print the plan."""
+    """`python -m tools.plan PRESET [--gpu NAME] [--price USD] [--json] [flags of train.py]`: print the
+    plan."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu", default="")
     parser.add_argument("--price", default="0")  # dollars of a GPU hour
     parser.add_argument("--json", action="store_true")
     options, argv = parser.parse_known_args()
-    cfg = configs.parse(argv, prog="plan.py [--gpu NAME] [--price USD] [--json]")
+    cfg = configs.parse(argv, prog="tools.plan [--gpu NAME] [--price USD] [--json]")
     preset, world = argv[0], cfg.ranks or 1
     on_cpu = preset.startswith("tiny") or cfg.device == "cpu"
     price = _dollars(options.price)
@@ -812,7 +806,7 @@ def main() -> None:
     problems = next(count for part, count in PROBLEMS.items() if part in preset)
     read = 0
     with suppress(UserError):  # a plan needs no data
-        read = sum(1 for path in cfg.data for _ in configs.read_rows(path))
+        read = sum(1 for path in cfg.data for _ in read_rows(path))
     case = Case(cfg, world, [policy, critic], GPUS.get(gpu), min(world, NODE), problems=read or problems,
                 assumed=not read)
     rows = rows_of(case)
@@ -832,5 +826,5 @@ def _dollars(text):
 
 
 if __name__ == "__main__":
-    with configs.user_errors("plan.py"):
+    with configs.user_errors("tools.plan"):
         main()

@@ -1,0 +1,1 @@
+"""Guards: what refuses a run before it costs anything, and what watches it afterwards."""

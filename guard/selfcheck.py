@@ -1,0 +1,106 @@
+"""Does the engine sample from the policy that is trained? Compares their log-probs before the first step."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import dist
+from configs import Config, require
+from data import Problem, Sample, pack
+from engine import Engine
+from model import logprobs
+from rollout import CHECK
+
+CHECK_TOKENS = 16  # tokens of a response in the self-check
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
+
+# Stages of the self-check: when; the weights' scale; the step through a prompt's tokens; likely causes.
+STAGES = (
+    ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
+     "a model that the engine computes differently"),
+    ("after sleeping and waking", 1.0, 1, "buffers that sleeping loses and a sync doesn't bring"),
+    ("a sync of halved weights changed nothing", 0.5, -1, "syncs don't reach the weights that are in use"),
+    ("after a sync of other weights and back", 1.0, -1,
+     "a prefix cache that was not reset, or weights that only the first sync brings"))
+
+
+def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
+                 cfg: Config) -> str:
+    """Run `selfcheck` with the policy in training. Returns a line about the agreement. Raises UserError where
+    engine and trainer disagree."""
+    @torch.no_grad()
+    def trainer_logp(samples, temperature):
+        p = pack(samples).to(world.device)
+        with dist.on_device(policy, None, world.device, cfg.offload):
+            return logprobs(policy, p, temperature)[0][p.mask]
+
+    with dist.phase("selfcheck"):
+        weights = partial(dist.full_weights, policy, world.device)
+        results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
+    dist.phase_seconds()  # these seconds are not the first step's
+    wrong = next((f"on rank {rank}, {error}" for rank, (error, _) in enumerate(results) if error), "")
+    require(not wrong, f"self-check: {wrong}", "a fix of that, or --no-selfcheck to train anyway")
+    return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
+
+
+def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
+    """Prompts for `selfcheck` (prompt_id -> tokens): four problems, and one of up to 300 tokens, which fills
+    blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
+    limit = max(1, cfg.model_len - CHECK_TOKENS)
+    endless = itertools.cycle([i for p in problems[:64] for i in p.ids])
+    long = list(itertools.islice(endless, min(300, limit)))
+    return dict(enumerate([*(list(p.ids)[:limit] for p in problems[:4]), long]))
+
+
+def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
+              logprobs: Callable[[list[Sample], float], Tensor],
+              prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
+    """What is wrong with the engine, or "", and the largest mean |engine - trainer| log-prob in nats.
+
+    The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
+
+        1  after a first sync                prompts
+        2  after sleeping and waking         prompts
+        3  after a sync of halved weights    reversed prompts, which no prefix cache has
+        4  after a sync of the weights       reversed prompts
+
+    Its log-probs must equal the trainer's, `logprobs(samples, temperature)` (all tokens,); in 3 they must
+    differ. `weights()` is what `awake` takes.
+
+    All ranks run all of it, whatever they find. It uses its own random stream; the run itself does not
+    change."""
+    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
+    temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
+    errors, means = [], [0.0]
+    for when, scale, direction, causes in STAGES:
+        turned = {prompt_id: prompt[::direction] for prompt_id, prompt in prompts.items()}
+        stream = weights() if scale == 1 else ((name, t * scale) for name, t in weights())
+        with engine.awake(stream, version=-1):
+            responses = {kind: list(engine.generate(turned, 1, t, CHECK_TOKENS, (cfg.seed, CHECK), -1))
+                         for kind, t in temperatures.items()}
+        for kind, samples in responses.items():
+            logp = logprobs(samples, temperatures[kind] or 1.0).float().cpu().numpy()
+            if not samples:  # another rank of this engine has them
+                continue
+            gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
+            agree = bool(gaps.mean() <= limit)  # False where it is not a number
+            if scale == 1:
+                means.append(float(gaps.mean()))
+            if agree != (scale == 1):
+                why = causes if kind == "greedy" else (  # and greedy was right
+                    f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k")
+                errors.append(f"{when}: {_difference(engine, kind, samples, gaps)}; likely causes: {why}")
+    return next(iter(errors), ""), max(means)
+
+
+def _difference(engine, kind, samples, gaps):
+    """How far engine and trainer differ, as text. gaps: (all tokens,) |engine - trainer| log-prob."""
+    worst = [s for s in samples for _ in s.ids][gaps.argmax()]
+    text = engine.tokenizer.decode(list(worst.prompt))[-40:]
+    return (f"engine and trainer differ by {gaps.mean():.3g} nats a token on {kind} responses "
+            f"(limit {TOLERANCE[engine.dtype]:g}), by up to {gaps.max():.3g} after prompt {worst.prompt_id} "
+            f"(…{text!r})")

@@ -1,0 +1,98 @@
+"""Ends a hang, and turns signals into a stop after whole steps. dist.py has the phases and the stop flag."""
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as td
+
+from dist import CURRENT, stop_signal
+
+
+def stacks() -> Iterator[str]:
+    """Lines that tell where each thread of this process is, innermost call first. No source file is read: a
+    hanging disk may be the cause."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        yield f"thread {names.get(thread, thread)}"
+        while frame:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+            frame = frame.f_back
+
+
+def watch(limit: float) -> None:
+    """Start a thread that ends this process, and prints its stacks, when a phase takes longer than `limit`
+    seconds on this rank or another one. So a hang becomes a restart, and every rank tells where it was."""
+    if CURRENT.limit:  # of an earlier run of this process
+        return
+    CURRENT.limit = limit
+    store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
+
+    def stalled():
+        """The rank that was first to notice its own stall, or nothing."""
+        if time.perf_counter() - CURRENT.began > limit:
+            store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
+        elif not store.check(["stalled"]):
+            return ""
+        return store.get("stalled").decode()
+
+    def look():
+        while not ended.wait(every) and td.is_initialized():
+            try:
+                who = stalled()
+            except (RuntimeError, ValueError):  # the other ranks are gone; the first to see that reports it
+                return
+            if who:
+                head = (f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
+                        f"this rank is in phase {CURRENT.name}; its stacks:")
+                for line in [head, *stacks()]:  # one write a line, so that ranks' lines don't mix
+                    os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
+                time.sleep(3 * every)  # so that the other ranks print their stacks too
+                os._exit(1)
+
+    thread = threading.Thread(target=look, daemon=True, name="watch")
+    thread.start()
+
+    def end():
+        ended.set()
+        thread.join(10)
+
+    # Python ends a daemon thread wherever it is. Inside the store's C++ code that aborts the whole process.
+    atexit.register(end)
+
+
+@contextlib.contextmanager
+def handle_signals(grace: float) -> Iterator[None]:
+    """Inside, SIGTERM, SIGUSR1 and ctrl-C request a stop (`stop_requested`) instead of ending the process.
+    The process ends anyway, with status 1, after `grace` seconds or at a second ctrl-C."""
+    ended = threading.Event()
+
+    def request(number, frame):  # takes no lock: another signal may come while it runs
+        now = time.monotonic()
+        if not stop_signal:
+            stop_signal.extend((signal.Signals(number).name, now))
+        elif number == signal.SIGINT and now - stop_signal[1] > 2:  # torchrun repeats the first ctrl-C
+            os._exit(1)
+
+    def watch_grace():
+        while not ended.wait(0.2):
+            if stop_signal and time.monotonic() - stop_signal[1] > grace:
+                print(f"rank {os.environ['RANK']}: {stop_signal[0]} came {grace:.0f} s ago (--grace), and "
+                      f"phase {CURRENT.name} has not ended: leaving without a save", file=sys.stderr)
+                os._exit(1)
+
+    stop_signal.clear()
+    threading.Thread(target=watch_grace, daemon=True, name="grace").start()
+    before = {n: signal.signal(n, request) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ended.set()
+        stop_signal.clear()
