@@ -436,16 +436,13 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Remove a checkpoint's own files, its mark first: half of a checkpoint must not count. Its export goes
-    too. Raises OSError, also where something else is in the folder."""
+    """Remove a checkpoint's own files, its mark first: half of a checkpoint must not count. Raises OSError,
+    also where something else is in the folder."""
     (folder / "COMPLETE").unlink()
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
             file.unlink()
     folder.rmdir()
-    exported = folder.parent.parent / "export" / folder.name  # --export_kept
-    if is_export(exported):
-        shutil.rmtree(exported)
 
 
 def _link_best(link, name):
@@ -523,9 +520,9 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
     return saved["step"]
 
 
-def start_from(path: Path, models: Models, moments: bool, facts: Mapping[str, Any]) -> str:
-    """Fill models with the weights of another run's checkpoint; with `moments`, their optimizers too. The
-    reference becomes that run's policy. Returns a line about what was taken.
+def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
+    """Fill models with the weights of another run's checkpoint; their optimizers start anew. The reference
+    becomes that run's policy. Returns a line that says which models were filled.
 
     Raises UserError where a file is damaged, or the models or their tokenizer are others. `facts`: this
     run's.
@@ -538,14 +535,14 @@ def start_from(path: Path, models: Models, moments: bool, facts: Mapping[str, An
     sizes = dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     taken = {who: "policy" if who == "ref" else who for who in models if who in (*saved["models"], "ref")}
     for who, source in taken.items():
-        model, optimizer = models[who]
+        model = models[who][0]
         other = [name for name, p in model.named_parameters()
                  if getattr(sizes.get(f"{source}.{name}"), "size", None) != p.shape]
         require(not other, f"{path} has a {source} of another shape ({', '.join(other[:3])})",
                 f"--model {source_of(source, saved['config'])}, which that run started from")
-        _fill(path, source, model, optimizer if moments else None)
+        _fill(path, source, model, None)
     left = ", ".join(f"the {who} is new" for who in models if who not in taken)
-    return f"started from {path}: {', '.join(taken)}" + " with moments" * moments + f"; {left}" * bool(left)
+    return f"started from {path}: {', '.join(taken)}" + f"; {left}" * bool(left)
 
 
 def _fill(path, who, model, optimizer):

@@ -133,7 +133,6 @@ class Config:
     save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
     resume: str = "auto"  # auto: continue the run in --out; never: require an empty --out; or a checkpoint
     start_from: str = ""  # take weights from another run: RUN (its newest checkpoint), or RUN/STEP, RUN/best
-    start_moments: bool = False  # with --start_from: take the optimizers' moments too
 
     # --- the batch
     prompts_per_step: Count = 128  # prompts sampled each step
@@ -208,7 +207,6 @@ class Config:
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
-    export_kept: bool = False  # export the policy with each checkpoint too, to export/step_NNNNNN
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
     save_logps: bool = False  # in samples/ and eval/: also token ids and the engine's log-probs
     track: tuple[Tracker, ...] = ()  # wandb, trackio, mlflow: send metrics and samples there too
@@ -448,7 +446,7 @@ CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once
 # differently.
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples eval_temperature eval_response_len save_every keep keep_best export_kept grace stall_limit
+    eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device dtype shard_ranks attention compile deterministic recompute offload pack_len selfcheck verbose go
     save_samples save_logps track
@@ -628,7 +626,6 @@ EFFECTS = (
     ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
-    ("start_moments", lambda c: c.start_from != "", "--start_from"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
      "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),

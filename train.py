@@ -243,15 +243,10 @@ def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic as Hugging Face folders."""
     run.log.alarm(run.saver.save(run.cfg.steps, run.carried, wait=True))
     for role in filter(None, (run.policy, run.critic)):
-        export(run, role, run.cfg.steps, role.name)
-
-
-def export(run: Run, role: Role, step: int, name: str) -> None:
-    """Export the role's weights after `step` steps to export/NAME as a Hugging Face folder."""
-    weights = dist.full_weights(role.model, run.world.device)
-    facts = ckpt.marker(run.log.out, step, role.name, run.saver.facts)
-    ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)),
-                   run.log.out / "export" / name, facts)
+        weights = dist.full_weights(role.model, run.world.device)
+        facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, run.saver.facts)
+        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)),
+                       run.log.out / "export" / role.name, facts)
 
 
 # --- starting
@@ -298,7 +293,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
              "reward_files": reward_files(cfg), "tokenizer": vocabulary_hash(tokenizer)}
     start = ckpt.resume(found, models, facts) if found else 0
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
-    taken = ckpt.start_from(origin, models, cfg.start_moments, facts) if origin else ""
+    taken = ckpt.start_from(origin, models, facts) if origin else ""
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
@@ -751,11 +746,6 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
             log.alarm(run.saver.save(step + 1, run.carried))
-            if cfg.export_kept:
-                try:
-                    export(run, run.policy, step + 1, f"step_{step + 1:06d}")
-                except UserError as e:  # the same on all ranks; the run goes on without this export
-                    log.alarm(str(e))
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
     if cfg.verbose:
