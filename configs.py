@@ -200,8 +200,6 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
-    attention: Literal["fa2", "fa3"] = "fa2"  # fa3: FlashAttention 3, where its package is (H100, H200)
-    compile: bool = False  # fuse parts of each layer by torch.compile: fewer kernels, other rounding
     deterministic: bool = False  # on a GPU: the updates' sums in a fixed order; slower
     recompute: str = "auto"  # layers run again in backward: none, layers (all), N (see plan.recomputed), auto
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
@@ -448,7 +446,7 @@ MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks attention compile deterministic recompute offload pack_len selfcheck verbose go
+    device dtype shard_ranks deterministic recompute offload pack_len selfcheck verbose go
     save_samples save_logps track
 """.split())
 

@@ -21,7 +21,6 @@ import os
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,10 +30,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.models.llama import modeling_llama
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, neighbour, require
+from configs import CHUNK_BYTES, HUB_ID, model_folder, neighbour, require
 from data import Pack
 from dist import Device, Weights
 
@@ -150,80 +148,6 @@ def copy_rows(x: Tensor, index: Tensor, groups: Callable[[], tuple[Tensor, Tenso
     if x.device.type == "cpu" and x.dtype != torch.bfloat16:
         return x.index_select(0, index)
     return CopyRows.apply(x, index, groups)
-
-
-# --- rotary embeddings
-
-
-class Rotary(torch.autograd.Function):
-    """x (…, d) with its halves a, b turned: a cos - b sin, b cos + a sin (RoFormer, 2104.09864). cos and sin
-    broadcast to x, and their halves are equal. The gradient is turned back. Three kernels forward and three
-    backward, where autograd takes five and ten from transformers' function, with twice the memory traffic.
-    """
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return turned(x, cos, sin, 1.0)
-
-    @staticmethod
-    def backward(ctx, g):
-        return turned(g, *ctx.saved_tensors, -1.0), None, None
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """x turned by the angles' cos and sin, or with sign -1 by the negative angles."""
-    out = x * cos
-    (a, b), (out_a, out_b), (sin_a, sin_b) = (t.chunk(2, -1) for t in (x, out, sin))
-    out_a.addcmul_(b, sin_a, value=-sign)
-    out_b.addcmul_(a, sin_b, value=sign)
-    return out
-
-
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama's apply_rotary_pos_emb: query and key (1, heads, T, d), cos and sin (1, T, d)."""
-    cos, sin = cos[:, None], sin[:, None]
-    return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
-
-
-def turns_like_llama(forward: Callable) -> bool:
-    """Whether the file of this attention's `forward` has the same rotary embeddings as Llama's."""
-    names = ("apply_rotary_pos_emb", "rotate_half")
-    return all(name in forward.__globals__ and inspect.getsource(forward.__globals__[name])
-               == inspect.getsource(getattr(modeling_llama, name)) for name in names)
-
-
-@cache
-def with_rotary(forward: Callable, turn: Callable) -> Callable:
-    """An attention's `forward` that calls `turn` instead of apply_rotary_pos_emb. One function for all
-    layers, with code of its own: torch.compile keeps what it compiled by the code."""
-    names = forward.__globals__ | {"apply_rotary_pos_emb": turn}
-    return FunctionType(forward.__code__.replace(), names, forward.__name__, forward.__defaults__)
-
-
-# --- fused kernels (--compile)
-
-
-@cache
-def fused(f: Callable) -> Callable:
-    """f by torch.compile: one kernel for what f computes, and one for its gradient. It is compiled once for
-    any number of tokens, so that a resumed run has the kernels of the run before."""
-    return torch.compile(f, dynamic=True)
-
-
-def gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """What an MLP's last product takes: gate and up (…, F) -> (…, F)."""
-    return act(gate) * up
-
-
-def fused_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
-    """Llama's MLP with its gate in one kernel."""
-    return mlp.down_proj(fused(gate)(mlp.act_fn, mlp.gate_proj(x), mlp.up_proj(x)))
-
-
-def gates_like_llama(forward: Callable) -> bool:
-    """Whether this MLP's `forward` is Llama's."""
-    return inspect.getsource(forward) == inspect.getsource(modeling_llama.LlamaMLP.forward)
 
 
 # --- attention
@@ -361,42 +285,6 @@ def _window_mask(columns, window, device):
 AttentionInterface.register("torz", packed_attention)
 
 
-def use_flash_attention_3(config: PreTrainedConfig, device: Device) -> None:
-    """Let varlen_attn run FlashAttention 3 (2407.08608) from now on. Raises UserError where it isn't
-    installed, or where it is not right at the config's shape."""
-    from torch.nn.attention import activate_flash_attention_impl
-
-    try:
-        activate_flash_attention_impl("FA3")
-        off = attention_error(config, device, torch.bfloat16)
-    except (ImportError, RuntimeError) as e:
-        reason = str(e).partition("\n")[0][:120]
-        raise UserError(f"--attention fa3 can't be used here ({reason}); needed: an H100 or H200 with the "
-                        "package flash_attn_interface, or --attention fa2") from None
-    require(off < 0.02, f"--attention fa3 is {off:.1%} off exact attention", "--attention fa2")
-
-
-def attention_error(config: PreTrainedConfig, device: Device, dtype: torch.dtype) -> float:
-    """How far packed_attention in `dtype` is off the same in fp32: the largest error of outputs and
-    gradients, as a share of their norms. For random segments at the config's heads, and its window if it has
-    one."""
-    lengths, heads, random = (5, 130, 300), config.num_attention_heads, torch.Generator().manual_seed(0)
-    ends, d = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), getattr(config, "head_dim", None)
-    tokens, d = sum(lengths), d or config.hidden_size // heads
-    shapes = [(1, h, tokens, d) for h in (heads, *[config.num_key_value_heads] * 2)] + [(1, tokens, heads, d)]
-    *qkv, grad = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
-    errors = []
-    for window in (None, 64) if has_window(config) else (None,):
-        results = []
-        for kind in (torch.float32, dtype):
-            segments = Segments(ends.int().to(device), max(lengths))
-            inputs = [x.to(kind).requires_grad_() for x in qkv]
-            out = packed_attention(None, *inputs, None, d**-0.5, segments, sliding_window=window)[0]
-            results.append([out, *torch.autograd.grad(out, inputs, grad.to(kind))])
-        errors += [float((b.float() - a).norm() / a.norm()) for a, b in zip(*results, strict=True)]
-    return max(errors)
-
-
 # --- heads
 
 
@@ -504,27 +392,9 @@ class PackModel(nn.Module):
                 module.p = 0.0
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
-            forward = type(module).forward
-            if type(module).__name__.endswith("Attention") and turns_like_llama(forward):
-                # transformers' class stays as it is.
-                module.forward = partial(with_rotary(forward, rotary), module)
 
     def tie(self) -> None:
         """Share tied parameters. Call it again after parameters were replaced."""
-
-    def fuse(self) -> None:
-        """Let torch.compile fuse what layers do between their products and attention: rotary embeddings and
-        the MLP's gate, where they are Llama's. Products and attention stay apart, so `recompute` still
-        knows them. Raises UserError for a family that has neither."""
-        turn, changed = fused(modeling_llama.apply_rotary_pos_emb), 0
-        for module in self.model.modules():
-            forward = type(module).forward
-            if type(module).__name__.endswith("Attention") and turns_like_llama(forward):
-                module.forward, changed = partial(with_rotary(forward, turn), module), changed + 1
-            elif type(module).__name__.endswith("MLP") and gates_like_llama(forward):
-                module.forward, changed = partial(fused_mlp, module), changed + 1
-        require(changed, f"--compile, and a {self.config.model_type} has nothing that it fuses",
-                "no --compile")
 
     def recompute(self, whole: int | None) -> None:
         """Let the first `whole` layers keep their input alone for the backward pass, and the others also

@@ -81,8 +81,6 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.start import (
     case_of,
-    check_attention,
-    check_compile,
     check_critic,
     check_fit,
     check_gold,
@@ -262,7 +260,6 @@ def prepare(cfg: Config) -> Run:
     cfg = dist.together(lambda: replace(
         cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
     check_ranks(cfg, world.size)
-    dist.together(lambda: check_compile(cfg, world.device))
     out, lock = preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
@@ -282,7 +279,6 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     plan_table = check_fit(cfg, world, epoch_len(problems), say)
-    dist.together(lambda: check_attention(cfg, world))
     grader = dist.together(lambda: make_grader(cfg))
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
     check_gold(problems, held_out, grader, cfg, world, say)
@@ -334,9 +330,6 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
     if cfg.kl_coef:
         ref = Role("ref", load_policy(cfg.model, device, shard_fn).requires_grad_(False), None)
-    for role in (policy, critic, ref):
-        if role and cfg.compile:
-            role.model.fuse()
     return policy, critic, ref
 
 

@@ -1,8 +1,7 @@
 """Measures the trainer's phases alone: synthetic packs, and a model of any shape with random weights.
 
     python bench/train.py [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--compile] [--attention fa2]
-                          [--layers 0] [--vocab 0]                         # 0: the shape's own
+                          [--recompute none] [--layers 0] [--vocab 0]    # 0: the shape's own
 
 The phases: log-probs without gradients, a policy update, a critic update, and the head alone (log-probs and
 their gradients from the hidden states of one pack). An update has `packs` packs of segments with `segment`
@@ -40,7 +39,7 @@ from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
 from data import Pack, Sample, pack
-from model import ChunkedLogProbs, Critic, Policy, logprobs, use_flash_attention_3, values
+from model import ChunkedLogProbs, Critic, Policy, logprobs, values
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
@@ -147,15 +146,13 @@ class Phases:
                   "share_of_limit": limit / taken, "memory_gib": memory})
 
 
-def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None, fuse: bool) -> None:
+def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None) -> None:
     """Log-probs and an update of the policy, and an update of the critic."""
     world = phases.world
     shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
     for kind, head in ((Policy, config.vocab_size), (Critic, 1)):
         model = random_model(kind, config, shard_fn, world.device)
-        if fuse:
-            model.fuse()
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
@@ -185,8 +182,6 @@ def main() -> None:
     for name, value in dict(pack=4096, segment=512, packs=2, layers=0, vocab=0, rounds=5).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--recompute", default="none", help="none, or a number of layers")
-    parser.add_argument("--compile", action="store_true", help="as train.py's")
-    parser.add_argument("--attention", default="fa2", choices=["fa2", "fa3"], help="as train.py's")
     args = parser.parse_args()
     world, config = dist.init(), config_of(args.size, args.layers, args.vocab)
     packs = [synthetic_pack(args.pack, args.segment, config.vocab_size, world.device, 100 * world.rank + i)
@@ -194,13 +189,10 @@ def main() -> None:
     facts = {"bench": "train", "device": device_name(world.device), "dtype": str(world.dtype),
              "torch": torch.__version__, "ranks": world.size, "size": args.size,
              "layers": config.num_hidden_layers, "vocab": config.vocab_size, "pack": args.pack,
-             "segment": args.segment, "recompute": args.recompute, "compile": args.compile,
-             "attention": args.attention}
-    if args.attention == "fa3":
-        use_flash_attention_3(config, world.device)
+             "segment": args.segment, "recompute": args.recompute}
     phases = Phases(world, facts, args.rounds)
     recompute = None if args.recompute == "none" else int(args.recompute)
-    measure_models(phases, config, packs, recompute, args.compile)
+    measure_models(phases, config, packs, recompute)
     measure_head(phases, config, packs[0])
 
 

@@ -31,7 +31,7 @@ class VLLMEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
-        LLM = _import_vllm(cfg.compile)
+        LLM = _import_vllm()
         # On a CPU, compiling would take minutes; and vLLM 0.32 fails where it reads a part of a prompt whose
         # request has a seed ("CPU Generator does not use offset"), so it reads prompts whole.
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
@@ -121,13 +121,12 @@ class VLLMEngine(Engine):
             yield from (output for output in outputs if output.finished)
 
 
-def _import_vllm(compiles=False):
-    """vLLM's LLM class. Sets the environment that vLLM reads at its first import. `compiles`: the trainer
-    needs torch.compile. Raises UserError."""
+def _import_vllm():
+    """vLLM's LLM class. Sets the environment that vLLM reads at its first import. Raises UserError."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
-    if not (torch.cuda.is_available() or compiles):  # a compilation of 13 s hides in the first call
+    if not torch.cuda.is_available():  # a compilation of 13 s hides in the first call
         torch._dynamo.config.disable = True
     try:
         from vllm import LLM, __version__

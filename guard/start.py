@@ -30,7 +30,7 @@ from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
 from log import metric_meanings
-from model import folder_fingerprint, load_config, load_tokenizer, use_flash_attention_3
+from model import folder_fingerprint, load_config, load_tokenizer
 from rollout import CHECK, accuracy, graders_of, reward_files, terms_of
 from tools import plan
 
@@ -50,29 +50,6 @@ def check_ranks(cfg: Config, ranks: int) -> None:
             f"a multiple of {cfg.tp} ranks, or --tp 1")
     require(ranks % (cfg.shard_ranks or 1) == 0, f"{ranks} ranks don't divide into groups of --shard_ranks "
             f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
-
-
-def check_compile(cfg: Config, device: torch.device) -> None:
-    """Raises UserError where --compile is set and torch.compile doesn't work."""
-    if not cfg.compile:
-        return
-    require(not torch._dynamo.config.disable, "--compile, and torch.compile is switched off",
-            "TORCH_COMPILE_DISABLE=0, or no --compile")
-    try:
-        torch.compile(torch.square)(torch.ones(2, device=device))
-    except Exception as e:  # of whatever it lacks: a compiler, its headers, Triton
-        reason = str(e).strip().partition("\n")[0][:150]
-        raise UserError(f"--compile, and torch.compile fails ({type(e).__name__}: {reason}); needed: a C++ "
-                        "compiler with Python's headers, or no --compile") from None
-
-
-def check_attention(cfg: Config, world: dist.World) -> None:
-    """Switch to FlashAttention 3 for --attention fa3. Raises UserError where it can't be used, or isn't
-    right."""
-    if cfg.attention == "fa3":
-        require(world.device.type == "cuda" and world.dtype == torch.bfloat16,
-                "--attention fa3 runs bfloat16 on CUDA alone", "--attention fa2")
-        use_flash_attention_3(load_config(cfg.model), world.device)
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:

@@ -106,13 +106,10 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
     return torch.cat(parts)
 
 
-def compare_training(path: str, seed: int = 0, fuse: bool = False) -> dict[str, float]:
+def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     """Largest difference in log-probs (nats), and in any parameter's gradient (share of its norm), between
-    our model in training mode and transformers', on a pack of nine samples that share prefixes. `fuse`: see
-    PackModel.fuse."""
+    our model in training mode and transformers', on a pack of nine samples that share prefixes."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
-    if fuse:
-        policy.fuse()
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
     logp, want = model.logprobs(policy, p, 0.7)[0], original_logp(hf, samples, 0.7)

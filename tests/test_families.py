@@ -65,28 +65,6 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
         assert all(torch.equal(*pair) for pair in zip(gradients[0], other, strict=True))
 
 
-# Names of families.MODELS, and how many functions --compile finds in their layers.
-FUSED = {"qwen2": 2, "gemma3_text": 2, "cohere": 1, "seed_oss": 1}
-
-
-@pytest.mark.parametrize("name", FUSED)
-@torch._dynamo.config.patch(disable=False)  # conftest.py switches torch.compile off
-def test_fused_layers_compute_what_transformers_does(name, folder_of):
-    """--compile, in packs of several lengths, for which a function is compiled once."""
-    torch._dynamo.reset()
-    compiled = torch._dynamo.utils.counters["stats"]
-    before = compiled["unique_graphs"]
-    for seed in range(4):
-        gaps = families.compare_training(folder_of(name), seed, fuse=True)
-        assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
-    assert compiled["unique_graphs"] - before == FUSED[name]
-
-
-def test_layers_with_nothing_to_fuse_are_refused(folder_of):
-    with pytest.raises(UserError, match="--compile, and a phi3 has nothing that it fuses; needed: no --comp"):
-        model.load_policy(folder_of("phi3")).fuse()
-
-
 def test_buffers_are_those_of_transformers(folder, base):
     """Of policy, critic and torch engine, after parameters and buffers were made on the meta device."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base)

@@ -8,18 +8,13 @@ import signal
 import subprocess
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 import ranks
-import torch
 from conftest import ROOT, run_ranks
 
-import dist
-import model
 from configs import UserError
 from engines import vllm_engine
-from guard.start import check_attention, check_compile
 
 # What is typed after `train.py`; a part of the answer. These are answered without torch.
 AT_ONCE = {
@@ -172,27 +167,6 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said and not (tmp_path / "new").exists(), said
-
-
-def test_compile_is_refused_where_torch_cannot_compile(base):
-    cfg = replace(base, compile=True)
-    with pytest.raises(UserError, match="switched off; needed: TORCH_COMPILE_DISABLE=0"):  # by conftest.py
-        check_compile(cfg, torch.device("cpu"))
-    check_compile(base, torch.device("cpu"))
-    no_compiler = {"cpp.cxx": ("/absent/g++",), "force_disable_caches": True}
-    with torch._dynamo.config.patch(disable=False), torch._inductor.config.patch(no_compiler):
-        torch._dynamo.reset()
-        with pytest.raises(UserError, match=r"--compile, and torch.compile fails .*needed: a C\+\+ compiler"):
-            check_compile(cfg, torch.device("cpu"))
-
-
-def test_flash_attention_3_is_refused_where_it_is_not(base):
-    cfg, world = replace(base, attention="fa3"), dist.World(0, 1, torch.device("cpu"), torch.float32)
-    with pytest.raises(UserError, match="--attention fa3 runs bfloat16 on CUDA alone; needed: --att"):
-        check_attention(cfg, world)
-    check_attention(base, world)
-    with pytest.raises(UserError, match=r"fa3 can't be used here \(No module named 'flash_attn_interface'\)"):
-        model.use_flash_attention_3(model.load_config(base.model), "cpu")
 
 
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),

@@ -12,9 +12,6 @@ from ranks import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.glm import modeling_glm
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen2 import modeling_qwen2
 
 import data
 import model
@@ -133,23 +130,6 @@ def test_gradients_in_bf16_are_equal_bit_by_bit_whatever_is_recomputed(tiny):
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("scale,window", [(1.1, 0), (1.0, 1)])
-def test_a_kernel_that_is_wrong_is_told_from_one_that_rounds(scale, window, tiny, monkeypatch):
-    """`attention_error`, which decides about --attention fa3: bf16 is off by 0.4 %. A kernel is off by more
-    that scales its scores, or whose window is wider by one token."""
-    right, config = model._padded, model.load_config(tiny)
-    config.layer_types, config.sliding_window = ["sliding_attention"], 64
-    assert 0.001 < model.attention_error(config, "cpu", torch.bfloat16) < 0.01
-
-    def wrong(query, key, value, segments, scaling, of_window):
-        if query.dtype == torch.bfloat16:
-            scaling, of_window = scaling * scale, of_window and of_window + window
-        return right(query, key, value, segments, scaling, of_window)
-
-    monkeypatch.setattr(model, "_padded", wrong)
-    assert model.attention_error(config, "cpu", torch.bfloat16) > 0.02
-
-
 def attention_gradients(qkv, p, grad):
     """Gradients of the attention of a pack for its queries, keys and values, (1, H, U, d) each."""
     qkv = [x.clone().requires_grad_() for x in qkv]
@@ -183,33 +163,6 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
         assert error <= 1.2 * of_copies
 
 
-def test_rotary_embeddings_and_their_gradients_are_llamas():
-    """In fp64, for queries and keys of another number of heads, as views that a projection gives."""
-    torch.manual_seed(0)
-    angles = torch.rand(1, 7, 4, dtype=torch.float64).repeat(1, 1, 2)  # two equal halves
-    cos, sin = angles.cos(), angles.sin()
-    results = []
-    for turn in (model.rotary, modeling_llama.apply_rotary_pos_emb):
-        torch.manual_seed(1)
-        q, k = (torch.randn(1, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2))
-        out = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        loss = sum((x * torch.randn_like(x)).sum() for x in out)
-        results.append([*out, *torch.autograd.grad(loss, (q, k))])
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-15)
-
-
-def test_only_the_trainers_models_have_rotary_embeddings_of_their_own(tiny):
-    """vLLM may run transformers' classes beside the trainer, so these stay as they are. A family that turns
-    pairs of neighbours keeps its own function."""
-    attention, other = (layer.self_attn for layer in model.load_policy(tiny).model.layers)
-    assert attention.forward.func is other.forward.func
-    assert attention.forward.func.__globals__["apply_rotary_pos_emb"] is model.rotary
-    original = modeling_qwen2.apply_rotary_pos_emb
-    assert type(attention).forward.__globals__["apply_rotary_pos_emb"] is original
-    assert not model.turns_like_llama(modeling_glm.GlmAttention.forward)
-
-
 class Ops(TorchDispatchMode):
     """Counts operations that start a kernel on a GPU: all but views."""
 
@@ -229,7 +182,7 @@ def test_a_layer_takes_few_operations(tmp_path):
         with Ops() as ops:
             model.logprobs(policy, p, 1.0)[0].sum().backward()
         counts.append(ops.count)
-    assert counts[1] - counts[0] <= 115
+    assert counts[1] - counts[0] <= 126
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():

@@ -99,19 +99,6 @@ def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
             equal_bits(none, other)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_fused_layers_have_the_gradients_of_others(count, tiny, alone):
-    """--compile, with plain and with sharded parameters: within 1e-5. What is recomputed changes no bit."""
-    modes = ("none", "0", "1", "layers")
-    made = [job for mode in modes for job in jobs(tiny, compile=True, recompute=mode)]
-    for got in run_ranks(count, all_gradients, made):
-        for i, plain in enumerate(alone[0]):
-            none, *others = got[i::len(JOBS)]
-            agree(none, plain)
-            for other in others:
-                equal_bits(none, other)
-
-
 @pytest.mark.parametrize("which", ["tiny", "untied"])
 def test_full_weights_equal_the_files(which, request):
     from safetensors.torch import load_file

@@ -129,8 +129,6 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # not rebuild_buffers: it reads values
-    if cfg.compile:
-        module.fuse()
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
@@ -162,11 +160,6 @@ class Pageable(TorchDispatchMode):
     """Counts the bytes that torch copies between device and host where the host's memory is not pinned."""
 
     bytes = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays so under this mode."""
-        return True
 
     def take(self) -> int:
         """The bytes since the last call."""
@@ -284,7 +277,7 @@ def main() -> None:
     phases = Phases(planned(case), pageable := Pageable())
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
-         "pack_len": cfg.pack_len, "recompute": case.recompute, "compile": cfg.compile, "params": case.params,
+         "pack_len": cfg.pack_len, "recompute": case.recompute, "params": case.params,
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", "")})
     policy = make_role("policy", config, args, cfg, world)
     roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
