@@ -45,10 +45,11 @@ import torch
 import grpo
 import ppo
 import train
+from bench.tasks import build
 from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
 from engines import torch_engine
 from log import read_metrics
-from tools.tiny import VERSION, build
+from tools import tiny
 
 RESULTS = ROOT / "bench/results"
 VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
@@ -250,7 +251,7 @@ def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
     """The settings of one run."""
     flags = TASKS[task][0] | variant.flags
     if task == "countdown":
-        flags["reward"] = (f"{base}/countdown.py:reaches", *flags.get("reward", ())[1:])
+        flags["reward"] = (f"{ROOT}/bench/countdown.py:reaches", *flags.get("reward", ())[1:])
     return replace(REFERENCES[variant.reference], **flags, seed=seed, model=base,
                    data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",))
 
@@ -264,7 +265,7 @@ def key_of(cfg: Config, variant: Variant) -> str:
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
-    settings |= {"model": VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
+    settings |= {"model": tiny.VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
     change = (variant.patch.__name__ if variant.patch else "", variant.args)
     text = json.dumps([settings, change], default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -770,7 +771,7 @@ def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, t
 
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
     """Make the wanted runs that are not made yet, two at a time; returns all runs of the plan."""
-    base = {task: build(f"{args.base}-{task}", task=task) for task in args.tasks}
+    base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
     runs, waiting = read_runs(keys, weights, bool(args.vary)), []
     for (task, name, seed), (cfg, variant) in plan.items():

@@ -30,9 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import train
+from bench import tasks
 from configs import PRESETS, Config
 from log import read_metrics
-from tools.tiny import build
+from tools import tiny
 
 HARD = "-3-digits"  # ending of the names of runs on sums of three digits
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b
@@ -59,9 +60,9 @@ def configs(steps: int) -> dict[str, Config]:
 def seeded(cfg: Config, name: str, seed: int, args: argparse.Namespace) -> Config:
     """A recipe's run with this seed, from the base model of this seed, which is pretrained if missing."""
     if name.endswith(HARD):
-        base = build(f"{args.base}3-{seed}", seed, digits=3)
+        base = tasks.build(f"{args.base}3-{seed}", "sums-3", seed)
     else:
-        base = build(f"{args.base}-{seed}", seed)
+        base = tiny.build(f"{args.base}-{seed}", seed)
     return replace(cfg, seed=seed, model=base, data=(f"{base}/train.jsonl",),
                    eval_data=(f"{base}/heldout.jsonl",),
                    out=str(Path(args.out).absolute() / f"{name}-{seed}"))

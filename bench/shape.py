@@ -37,9 +37,10 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, chat: bool = Fals
     import torch
     from transformers import Qwen2ForCausalLM
 
+    from bench.tasks import chat_tokenizer
     from tools.tiny import make_tokenizer
 
-    path, tokenizer = Path(out), make_tokenizer(chat)
+    path, tokenizer = Path(out), chat_tokenizer() if chat else make_tokenizer()
     torch.manual_seed(seed)
     config = config_of(size, layers)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id

@@ -1,10 +1,11 @@
-"""bench/ablations.py and the tasks of tools/tiny.py: problems are right, base models slip, intervals cover
-the truth, wrong estimators are wrong."""
+"""bench/tasks.py, bench/ablations.py: problems are right, base models slip, intervals cover the truth, wrong
+estimators are wrong."""
 
 import dataclasses
 import json
 import random
 import re
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -14,22 +15,28 @@ import torch
 
 import grpo
 import ppo
-import tools.tiny as demo
 import train
-from bench import ablations
+from bench import ablations, tasks
+from bench.countdown import reaches
 from configs import UserError, read_jsonl
 from data import Sample
 from engines import torch_engine
+from tools import tiny
+
+# The tasks' own functions, without a style around them.
+WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.two_digits),
+         "countdown": (tasks.countdown, tasks.countdowns), "think": (tasks.think, tasks.think_pairs),
+         "sums": (tasks.sums, tasks.two_digits)}
 
 
-@pytest.mark.parametrize("task", demo.TASKS)
+@pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
     """Without slips. What the thought ends with is the answer."""
-    rng, work = random.Random(1), demo.TASKS[task].work
-    for numbers in demo._problems(rng, 2, task)[:200]:
+    rng, (work, problems) = random.Random(1), WORKS[task]
+    for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
         if task == "countdown":
-            assert demo.reaches(f"<answer>\\boxed{{{answer}}}</answer>", answer, "") == 1
+            assert reaches(boxed(answer), answer, "") == 1
             target, reached = int(problem[:-1].split(">")[1]), int(thought.rpartition("=")[2])
             assert eval(answer) == target == reached
             assert re.findall(r"\d", answer) == problem.split(">")[0].split(",")
@@ -40,48 +47,48 @@ def test_a_worked_solution_is_right_in_each_of_its_steps(task):
             assert eval(sum_of) == int(re.match(r"\d+", b)[0]), thought
 
 
-@pytest.mark.parametrize("task", sorted(set(demo.TASKS) - {"sums"}))
-def test_with_slips_most_texts_are_wrong_and_some_are_right(task):
-    rng, (work, _, slip, guesses) = random.Random(1), demo.TASKS[task]
-    right = []
-    for numbers in demo._problems(rng, 2, task)[:500]:
-        gold, share = work(numbers, rng, 0)[2], demo.GUESSES if guesses is None else guesses
-        text = demo._response(numbers, rng, slip, share, "orz", task)
-        said = re.search(r"\\boxed{(.*)}", text)[1]
-        right.append(demo.reaches(text, gold, "") if task == "countdown" else said == gold)
-    least, most = (0.3, 0.8) if task == "countdown" else (0.02, 0.3)  # its tries are hard to copy
+def boxed(answer):
+    return f"<answer>\\boxed{{{answer}}}</answer>"
+
+
+@pytest.mark.parametrize("name", ["chain", "product", "countdown", "think"])
+def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
+    rng, task, right = random.Random(1), tasks.TASKS[name], []
+    for numbers in task.problems(rng)[:500]:
+        gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
+        right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
+    least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)  # its tries are hard to copy
     assert least < fmean(right) < most
 
 
 def test_countdown_takes_any_solution_and_no_other_expression():
     gold = "((8-3)*4)+2"
-    right = ["((8-3)*4)+2", "((4*8)-7)-3"]
-    assert demo.reaches(f"x<answer>\\boxed{{{right[0]}}}</answer>", gold, "") == 1
-    assert demo.reaches("<answer>\\boxed{((6*2)+8)+4}</answer>", "((8*4)-6)-2", "") == 1  # 24 both
+    for right in ("((8-3)*4)+2", "((4*8)-7)-3"):
+        assert reaches("x" + boxed(right), right, "") == 1
+    assert reaches(boxed("((6*2)+8)+4"), "((8*4)-6)-2", "") == 1  # 24 both
     for wrong in ("((8-3)*4)+1", "((8-3)*2)+4", "((8/0)*4)+2", "22", "((8-3)*4)+2+0", "((8-3)*4)+²", ""):
-        assert demo.reaches(f"<answer>\\boxed{{{wrong}}}</answer>", gold, "") == 0, wrong
-    assert demo.reaches("((8-3)*4)+2", gold, "") == 0  # no box
+        assert reaches(boxed(wrong), gold, "") == 0, wrong
+    assert reaches(gold, gold, "") == 0  # no box
 
 
-def test_a_folder_of_another_task_is_built_again_and_an_old_one_is_sums(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "BATCHES", 1)
-    path = demo.build(f"{tmp_path}/base", task="countdown")
-    again = demo.build(f"{tmp_path}/again", task="countdown")
-    for name in ("train.jsonl", "heldout.jsonl", "model.safetensors", "countdown.py"):
-        assert open(f"{path}/{name}", "rb").read() == open(f"{again}/{name}", "rb").read()
-    rows = [json.loads(line) for line in open(f"{path}/train.jsonl")]
-    held_out = {json.loads(line)["prompt"] for line in open(f"{path}/heldout.jsonl")}
-    assert len(held_out) == demo.HELD_OUT and not held_out & {row["prompt"] for row in rows}
-    names: dict = {}
-    exec(open(f"{path}/countdown.py").read(), names)
-    assert names["reaches"](f"<answer>\\boxed{{{rows[0]['answer']}}}</answer>", rows[0]["answer"], "") == 1
-    assert demo.build(f"{tmp_path}/base") == path and "countdown" not in open(f"{path}/tiny.json").read()
-    facts = json.loads(open(f"{path}/tiny.json").read())
-    del facts["task"]  # as builds before there were tasks
-    open(f"{path}/tiny.json", "w").write(json.dumps(facts))
-    assert demo.build(path) == path and "task" not in json.loads(open(f"{path}/tiny.json").read())
-    with pytest.raises(UserError, match="--task chain with --digits 3"):
-        demo.build(f"{tmp_path}/other", digits=3, task="chain")
+def test_a_base_model_is_a_function_of_task_and_seed_and_nothing_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "BATCHES", 1)
+    path, again = (Path(tasks.build(f"{tmp_path}/{name}", "countdown")) for name in ("base", "again"))
+    for name in ("train.jsonl", "heldout.jsonl", "model.safetensors", "tokenizer.json"):
+        assert (path / name).read_bytes() == (again / name).read_bytes()
+    train_set, held_out = ({row["prompt"] for row in read_jsonl(path / f"{name}.jsonl")}
+                           for name in ("train", "heldout"))
+    assert len(held_out) == tiny.HELD_OUT and not held_out & train_set
+    (path / "notes").write_text("mine")
+    assert tasks.build(str(path), "countdown") == str(path)  # it is that model already
+    other = tmp_path / "other"
+    other.mkdir()
+    assert tiny.build(str(other)) == str(other)  # an empty folder
+    weights = (other / "model.safetensors").read_bytes()
+    for out, seed in ((path, 0), (other, 1), (tmp_path, 0)):
+        with pytest.raises(UserError, match="is not the base model of .*'sums'.*; needed: another folder"):
+            tiny.build(str(out), seed)
+    assert (path / "notes").is_file() and (other / "model.safetensors").read_bytes() == weights
 
 
 # --- the statistics

@@ -25,7 +25,6 @@ from guard.lock import FolderLock
 from guard.start import check_keep_best
 from guard.watch import handle_signals
 from log import read_metrics
-from tools import tiny
 
 HOST = os.uname().nodename
 
@@ -206,20 +205,6 @@ def test_a_refused_run_leaves_no_folder(base, tmp_path):
         cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
         assert all("longer than --max_prompt_len 2" in said for said in run_ranks(2, ranks.main, cfg))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
-
-
-def test_another_build_of_the_base_model_is_renamed_and_not_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "_build", lambda folder, *_: (folder / "config.json").write_text("{}"))
-    path = Path(tiny.build(str(tmp_path / "base")))
-    (path / "notes").write_text("mine")
-    assert tiny.build(str(path)) == str(path) and (path / "notes").exists()  # it is that build already
-    assert tiny.build(str(path), seed=1) == str(path) and not (path / "notes").exists()
-    assert tiny.build(str(path), seed=2) == str(path)
-    assert (tmp_path / "base.1" / "notes").read_text() == "mine" and (tmp_path / "base.2").is_dir()
-    with pytest.raises(UserError, match="is not a tiny base model"):
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own" / "notes").touch()
-        tiny.build(str(tmp_path / "own"))
 
 
 # --- check, then learn, then save

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import ckpt
 import data
 import dist
+from bench.tasks import chat_tokenizer
 from configs import PRESETS, UserError, changed
 from data import prompt_encoder, prompt_form
 from guard.watch import handle_signals
@@ -870,7 +871,7 @@ def asked(tokenizer, question, system=""):
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
     """The tokens of its chat template for one user turn are the training prompt's, with BOS where the
     tokenizer adds it. A conversation that the training prompt can't show raises."""
-    tokenizer = make_tokenizer(chat=template.startswith("chat"))
+    tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token
         tokenizer._tokenizer.post_processor = TemplateProcessing(

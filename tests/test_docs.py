@@ -40,7 +40,7 @@ TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "
 # What is not run here, and why. Everything else that the docs tell people to type is run.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
-    "python -m tools.tiny runs/tool-base": "takes a minute; test_turns.py makes such a model",
+    "python bench/tasks.py": "takes a minute; test_turns.py makes such a model",
     "make gsm8k": "needs a GPU and hours; test_recipes.py takes a step at its shapes",
     "make test": "this is it",
     "make rehearse": "takes 33 processes and minutes",

@@ -32,7 +32,7 @@ def taught(tiny, tmp_path_factory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(BATCHES=80, BATCH=16, GUESSES=0.5, WARMUP=5).items():
             patch.setattr(demo, name, value)
-        demo._pretrain(model, demo.make_tokenizer(), sums[:], random.Random(0), "orz")
+        demo.pretrain(model, demo.make_tokenizer(), sums[:], random.Random(0), demo.SUMS)
     model.save_pretrained(folder)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -26,14 +26,13 @@ import data
 import dist
 import log
 import rollout
-from bench import shape
+from bench import shape, tasks
 from configs import OPEN_R1_SYSTEM, PRESETS, STEP_BY_STEP, UserError, parse, read_jsonl
 from guard.start import check_parts
 from model import load_tokenizer
 from rollout import accuracy, majority, pass_at
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, Candidate, eval_config, main, model_name, split_argv
-from tools.tiny import build
 
 # The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
 ORZ = dict(
@@ -163,7 +162,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, tmp_path):
     """A tiny chat model that answers in the recipe's own format, half of the time with a guess, learns to
     work sums out. Prompt, extractor, rewards and algorithm are those of the preset, sizes and rates those of
     the demo."""
-    model = build(f"{tmp_path}/model", style=style)
+    model = tasks.build(f"{tmp_path}/model", style)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
     cfg = dataclasses.replace(

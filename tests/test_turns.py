@@ -23,6 +23,7 @@ import ppo
 import rollout
 import tools.tiny as demo
 import train
+from bench import tasks
 from configs import PRESETS, UserError, parse
 from data import Problem, Sample
 from engines.torch_engine import TorchEngine
@@ -495,7 +496,7 @@ def test_a_model_learns_to_call_the_calculator(tmp_path, monkeypatch):
     assert len(code.splitlines()) <= 15
     (tmp_path / "calculator.py").write_text(code)
     monkeypatch.setattr(demo, "BATCHES", 240)
-    base = demo.build(f"{tmp_path}/base", digits=4, style="tool")
+    base = tasks.build(f"{tmp_path}/base", "tool")
     cfg = dataclasses.replace(
         PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
         env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",

@@ -1,0 +1,28 @@
+"""The reward of the task `countdown` of bench/tasks.py: many answers are right.
+
+    torchrun … train.py tiny-grpo --model BASE --data BASE/train.jsonl --reward bench/countdown.py:reaches
+
+A problem is `8,3,4,2>22=`; an answer is `((8-3)*4)+2`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+
+def reaches(response: str, answer: str, kind: str) -> float:
+    """1.0 if the last box of `response` reaches the same number as `answer`, with the same four numbers."""
+    boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
+    return float(bool(boxes) and read(boxes[-1]) == read(answer))
+
+
+def read(text: str) -> tuple[list[str], Fraction] | None:
+    """The digits, sorted, and the number they reach from left to right; None for another form."""
+    if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
+        return None
+    digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)
+    x = Fraction(digits[0])
+    for sign, n in zip(signs, map(int, digits[1:]), strict=True):  # no problem has the digit 0
+        x = {"+": x + n, "-": x - n, "*": x * n, "/": x / (n or 1)}[sign]
+    return sorted(digits), x

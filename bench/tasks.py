@@ -1,0 +1,221 @@
+"""Pretrains base models for other tasks than the demo's, and for chat recipes.
+
+    python bench/tasks.py OUT --task chain [--seed 0]  # or: tasks.build("OUT", "chain")
+
+| task | problem | response |
+|---|---|---|
+| `chain` | `7+5+8=` | `7+5=12+8=20`, and the answer |
+| `product` | `37*45=` | `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…` |
+| `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, and `((8-3)*4)+2`; its reward is bench/countdown.py |
+| `think` | `37+45=` | a sum after words that do no work |
+| `sums-3` | `137+245=` | as the demo's, with three digits |
+| `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, and the answer |
+| `open-r1`, `rlvr` | `37+45=` | as the models that Open-R1's and Tülu 3's recipes start from |
+
+Of the last third of the pretraining texts, a share guesses. In the first four tasks the others have a wrong
+number in a share of their steps, so the base model solves few problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs import OPEN_R1_SYSTEM, user_errors
+from tools import tiny
+from tools.tiny import GUESSES, Task, add, guess, make_tokenizer
+
+PROBLEMS = 8100  # in all
+TOOL_TAGS = ("<tool>", "</tool>", "<result>", "</result>")
+CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is one token
+CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
+{{ turn.content }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")  # words that do no work, in `think`
+# What a style writes before a problem, after it, and as the response.
+ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
+OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
+           "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
+RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
+
+
+# --- what a response writes: (numbers, rng, slip) -> problem, thought, answer
+
+
+def said(x: int, rng: random.Random, slip: float) -> int:
+    """The number that a text writes for x: with probability `slip` a wrong one near it."""
+    return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
+
+
+def sums(numbers, rng, slip):
+    a, b = numbers
+    return f"{a}+{b}=", add(a, b, lambda x: said(x, rng, slip)), str(a + b)
+
+
+def tool(numbers, rng, slip):
+    a, b = numbers
+    return f"{a}+{b}=", f"<tool>{a}+{b}</tool><result>{a + b}</result>", str(a + b)
+
+
+def chain(numbers, rng, slip):
+    """Six numbers, added one after the other."""
+    total, thought = numbers[0], str(numbers[0])
+    for n in numbers[1:]:
+        total = said(total + n, rng, slip)
+        thought += f"+{n}={total}"
+    return "+".join(map(str, numbers)) + "=", thought, str(total)
+
+
+def product(numbers, rng, slip):
+    """Two numbers, multiplied by columns."""
+    (a, b), (c, d) = (divmod(n, 10) for n in numbers)
+    units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
+    both = said(left + right, rng, slip)
+    tens = said(both + units // 10, rng, slip)
+    hundreds = said(top + tens // 10, rng, slip)
+    thought = (f"{b}*{d}={units},{b}*{c}={left},{a}*{d}={right},{left}+{right}={both}+{units // 10}={tens},"
+               f"{a}*{c}={top}+{tens // 10}={hundreds}")
+    return "{}*{}=".format(*numbers), thought, str(100 * hundreds + 10 * (tens % 10) + units % 10)
+
+
+def think(numbers, rng, slip):
+    """A sum after idle words. With `slip` also idle words instead of it, or repeated."""
+    problem, work, answer = sums(numbers, rng, slip)
+    kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
+    if slip and kind < 0.7:
+        return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
+    if work != add(*numbers):  # the answer has the slip in it
+        answer = str(guess(int(answer), rng))
+    return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
+
+
+def countdown(numbers, rng, slip):
+    """A number reached from four others. numbers: a solution's four numbers and three signs, from left to
+    right. With `slip` other tries come first; the last try may be the answer."""
+    tries = []
+    while slip and len(tries) < 3 and rng.random() < 0.6:
+        tries.append(draw_countdown(rng, numbers[:4]))
+    if not tries or rng.random() > slip:
+        tries.append(numbers)
+    a, b, c, d, first, second, third = tries[-1]
+    problem = ",".join(map(str, numbers[:4])) + f">{worked(numbers)[1]}="
+    return problem, ";".join(worked(t)[0] for t in tries), f"(({a}{first}{b}){second}{c}){third}{d}"
+
+
+def worked(numbers) -> tuple[str, int | None]:
+    """`8-3=5*4=20+2=22` and its result; None if a number on the way is not a whole one from 0 to 99."""
+    x, text = numbers[0], str(numbers[0])
+    for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
+        exact = sign != "/" or x % n == 0
+        x = {"+": x + n, "-": x - n, "*": x * n, "/": x // n}[sign]
+        if not exact or not 0 <= x < 100:
+            return text, None
+        text += f"{sign}{n}={x}"
+    return text, x
+
+
+def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
+    """Four numbers and three signs with a result; `four`: use these numbers."""
+    while True:
+        chosen = four or [rng.randint(1, 9) for _ in range(4)]
+        numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
+        result = worked(numbers)[1]
+        if result is not None and (four or result >= 10):  # all targets have two digits
+            return numbers
+
+
+# --- problems: rng -> numbers of all problems, in random order
+
+
+def pairs(rng: random.Random, digits: int) -> list[tuple]:
+    """Pairs of numbers with so many digits."""
+    if digits == 2:
+        return tiny.all_pairs(rng)
+    low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
+    drawn = [(low + i // count, low + i % count) for i in rng.sample(range(count ** 2), PROBLEMS)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
+    """Drawn problems whose texts differ."""
+    drawn = {}
+    while len(drawn) < PROBLEMS:
+        numbers = draw(rng)
+        drawn[work(numbers, rng, 0)[0]] = numbers
+    return list(drawn.values())
+
+
+def think_pairs(rng: random.Random) -> list[tuple]:
+    drawn = pairs(rng, 2)
+    think(drawn[0], rng, 0)  # draws from rng, as when the base model of bench/results was made
+    return drawn
+
+
+two_digits = functools.partial(pairs, digits=2)
+chains = functools.partial(distinct, work=chain, draw=lambda rng: tuple(rng.randint(1, 9) for _ in range(6)))
+countdowns = functools.partial(distinct, work=countdown, draw=draw_countdown)
+
+
+# --- the tasks
+
+
+def chat_tokenizer():
+    """The demo's tokenizer with a chat template; its marks are tokens."""
+    tokenizer = make_tokenizer(CHAT_TAGS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
+         guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
+    """slip: probability of a wrong number in a step. guesses: share of the last texts that answer at once.
+    of_row: further fields of the data's rows."""
+    before, after, form = style
+
+    def text(numbers, rng, final):
+        if rng.random() < guesses and final:
+            thought, answer = "", guess(int(work(numbers, rng, 0)[2]), rng)
+        else:
+            _, thought, answer = work(numbers, rng, slip if final else 0)
+        return f"{before}{work(numbers, rng, 0)[0]}{after}", form.format(thought=thought, answer=answer)
+
+    def row(numbers):
+        problem, _, answer = work(numbers, random.Random(0), 0)
+        return {"prompt": problem, "answer": answer} | of_row
+
+    return Task(name, problems, text, row, tokenizer)
+
+
+TASKS = {t.name: t for t in (
+    task("chain", chain, chains, slip=0.4),
+    task("product", product, slip=0.15),
+    task("countdown", countdown, countdowns, slip=0.6, guesses=0.0),
+    task("think", think, think_pairs, slip=0.35, guesses=0.4),
+    task("sums-3", sums, functools.partial(pairs, digits=3)),
+    task("tool", tool, functools.partial(pairs, digits=4), guesses=0.8,
+         tokenizer=lambda: make_tokenizer(TOOL_TAGS)),
+    task("open-r1", sums, style=OPEN_R1, tokenizer=chat_tokenizer),
+    task("rlvr", sums, style=RLVR, tokenizer=chat_tokenizer, dataset="gsm8k"))}
+
+
+def build(out: str, name: str, seed: int = 0) -> str:
+    """Build a task's base model and its problems in a folder, unless it holds them; returns its path."""
+    return tiny.build_task(TASKS[name], out, seed)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", help="folder")
+    parser.add_argument("--task", required=True, choices=TASKS)
+    parser.add_argument("--seed", type=int, default=0, help="of the problems, the weights and the texts")
+    args = parser.parse_args()
+    with user_errors("bench/tasks.py"):
+        print(build(args.out, args.task, args.seed))
