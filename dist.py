@@ -203,7 +203,6 @@ def on_device(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
         if moves:
             model.zero_grad()  # some are left after an exception
             to_host(model, optimizer)
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
@@ -224,105 +223,62 @@ def deterministic(on: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-class HostBuffer:
-    """Host memory where some tensors rest while no device needs them. It is one buffer, and so is its copy
-    on the device. So each move is one copy. The buffer is pinned: the copy takes the link's full speed.
-
-        host      | w1 | w2  | w3 |      `homes`: its parts, as tensors
-        device    | w1 | w2  | w3 |      `away`: None while the tensors rest
-
-    Of sharded tensors it holds this rank's shards."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        pin = torch.cuda.is_available()
-        self.host = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pin)
-        self.homes, self.away = _parts(self.host, tensors), None
-
-    def send(self, tensors: list[Tensor], device: Device) -> list[Tensor]:
-        """The tensors on `device`."""
-        _collect(tensors, self.homes)  # nothing to do for those that are at home
-        self.away = self.host.to(device, non_blocking=True, copy=True)
-        return _parts(self.away, tensors)
-
-    def fetch(self, tensors: list[Tensor]) -> None:
-        """Copy the tensors from the device to their homes. Does not wait for the device."""
-        if self.away is None:  # these were made on the device
-            return _collect(tensors, self.homes)
-        _collect(tensors, _parts(self.away, tensors))
-        self.host.copy_(self.away, non_blocking=True)
+# The host tensors in which a model's weights and its optimizer's state rest, by name.
+HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
-def _room(x):
-    """Bytes of a tensor's shard, rounded up so that the next one is aligned for every kernel."""
-    return -(-_shard(x).nbytes // 512) * 512
+def tensors_with_homes(model: nn.Module,
+                       optimizer: torch.optim.Optimizer | None) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter, buffer and tensor of the optimizer's state, with its home.
+
+    A home is a tensor of the same shape and sharding on the host. Its memory is pinned, so that copies run at
+    the link's full speed. A home is made once, because pinning is slow."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if optimizer:
+        names = {param: name for name, param in model.named_parameters()}
+        tensors |= {f"{names[param]}.{key}": x for param, state in optimizer.state.items()
+                    for key, x in state.items()}
+    homes, pin = HOMES.setdefault(model, {}), torch.cuda.is_available()
+    for name in tensors.keys() - homes.keys():
+        homes[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=pin)
+    return [(x, homes[name]) for name, x in tensors.items()]
 
 
-def _shard(x):
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _parts(buffer, tensors):
-    """For each of the tensors one like it, without its values, in its place in the buffer."""
-    parts = []
-    for x, room in zip(tensors, buffer.split(list(map(_room, tensors))), strict=True):
-        shard = _shard(x)
-        part = room[:shard.nbytes].view(shard.dtype).view(shard.shape)
-        # DTensor.from_local would move the host's parts to the device.
-        parts.append(DTensor(part, x._spec, requires_grad=False) if isinstance(x, DTensor) else part)
-    return parts
-
-
-def _collect(tensors, parts):
-    """Copy the tensors to their parts of a buffer. Most of them are there. FSDP pads a shard that is smaller
-    than the first rank's, and gives it other memory."""
-    for x, part in zip(map(_shard, tensors), map(_shard, parts), strict=True):
-        if x.data_ptr() != part.data_ptr():
-            part.copy_(x, non_blocking=True)
-
-
-# Each model's buffers: "weights", and "state" of its optimizer.
-HOST_BUFFERS: WeakKeyDictionary[nn.Module, dict[str, HostBuffer]] = WeakKeyDictionary()
-
-
-def _resting(model, optimizer):
-    """What rests on the host, weights and the optimizer's state: the tensors and their buffer."""
-    kinds = {"weights": [*model.parameters(), *model.buffers()]}
-    if optimizer and optimizer.state:  # it is made in the first step, or when a run resumes
-        kinds["state"] = [x for of_param in optimizer.state.values() for x in of_param.values()]
-    buffers = HOST_BUFFERS.setdefault(model, {})
-    for kind, tensors in kinds.items():
-        if kind not in buffers or len(buffers[kind].homes) != len(tensors):
-            buffers[kind] = HostBuffer(tensors)
-        yield tensors, buffers[kind]
-
-
-def _replace(model, optimizer, new):
-    """Put other tensors, new[x] for the tensor x, into model and optimizer."""
-    model._apply(lambda x: new.get(x, x))  # what Module.to does; FSDP then takes the shards from there
+def replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None,
+                    new: dict[Tensor, Tensor]) -> None:
+    """Put new[x] in the place of each tensor x of the model and of its optimizer's state."""
+    model._apply(lambda x: new.get(x, x))  # as Module.to does; FSDP takes its shards from the new tensors
     for state in optimizer.state.values() if optimizer else ():
-        state.update({name: new[x] for name, x in state.items()})
+        state.update({key: new[x] for key, x in state.items()})
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a tensor that may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
 def to_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: Device) -> None:
     """Move a model and its optimizer's state from the host to `device`, without waiting for it."""
     new = {}
-    for tensors, buffer in _resting(model, optimizer):
-        new |= zip(tensors, buffer.send(tensors, device), strict=True)
-    _replace(model, optimizer, new)
+    for x, home in tensors_with_homes(model, optimizer):
+        if local(x).data_ptr() != local(home).data_ptr():  # new, or FSDP copied it to pad an uneven shard
+            home.copy_(x)
+        new[x] = home.to(device, non_blocking=True, copy=True)
+    replace_tensors(model, optimizer, new)
 
 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Move a model and its optimizer's state back to the host, without waiting for the device. Without an
-    optimizer the weights that are on the host already are taken."""
-    new = {}
-    for tensors, buffer in _resting(model, optimizer):
-        if optimizer:
-            buffer.fetch(tensors)
-        buffer.away = None
-        new |= zip(tensors, buffer.homes, strict=True)
-    _replace(model, optimizer, new)
+    """Move a model and its optimizer's state to the host. Without an optimizer nothing has changed on the
+    device, so nothing is copied."""
+    new = dict(tensors_with_homes(model, optimizer))
+    if optimizer:
+        for x, home in new.items():
+            home.copy_(x, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # FSDP reads the homes of uneven shards, to pad them
+    replace_tensors(model, optimizer, new)
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:

@@ -170,7 +170,7 @@ class Pageable(TorchDispatchMode):
         out = op(*args, **kwargs or {})
         source = {torch.ops.aten.copy_.default: 1, torch.ops.aten._to_copy.default: 0}.get(op)
         if source is not None:
-            ends = {x.device.type: x for x in (out, args[source])}
+            ends = {x.device.type: dist.local(x) for x in (out, args[source])}
             if ends.keys() == {"cpu", "cuda"} and not ends["cpu"].untyped_storage().is_pinned():
                 self.bytes += ends["cpu"].nbytes
         return out
