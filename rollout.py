@@ -26,7 +26,6 @@ import grpo
 from configs import PRESETS, Config, require
 from data import (
     Problem,
-    Problems,
     Sample,
     answered,
     extended,
@@ -148,10 +147,10 @@ def extractors(cfg: Config) -> dict[str, str]:
     return {"": "orz"} | found
 
 
-def check_graders(sets: Iterable[Problems], cfg: Config) -> None:
+def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
     that no row has. `sets`: the run's problems, of training and evaluation."""
-    terms, datasets = terms_of(cfg), set().union(*(problems.datasets() for problems in sets))
+    terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
     named = {t.dataset for t in terms} | extractors(cfg).keys()
@@ -551,7 +550,7 @@ def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, 
 # --- evaluation
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, Problems]:
+def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
     """The held-out problems of each file of cfg.eval_data, by the names of `set_names`. Raises UserError as
     load_problems does."""
     longer = cfg.eval_response_len > cfg.max_response_len  # then the engine takes longer sequences too

@@ -62,7 +62,6 @@ import ppo
 from data import (
     Pack,
     Problem,
-    Problems,
     Sample,
     assign,
     batch_at,
@@ -133,8 +132,8 @@ class Run:
 
     cfg: Config  # with its length in steps
     world: dist.World
-    problems: Problems
-    held_out: dict[str, Problems]
+    problems: list[Problem]
+    held_out: dict[str, list[Problem]]
     tokenizer: Any
     grader: Grader
     engine: Engine
@@ -305,7 +304,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
                carried, saver, log, lock)
 
 
-def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, Problems, dict[str, Problems]]:
+def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Problem], dict[str, list[Problem]]]:
     """The tokenizer, and the problems of --data and of --eval_data. Raises UserError."""
     tokenizer = load_tokenizer(cfg.model)
     check_critic(cfg, tokenizer)
@@ -505,7 +504,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     c, params = model.config, sum(p.numel() for p in model.parameters())
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
-    layout = assign(lengths, world.size, cfg, step, forward_flops(lengths, lengths**2), prompts)
+    layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
     version = step if cfg.carry else None  # else all tokens are of the step's own weights

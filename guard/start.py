@@ -25,7 +25,7 @@ import torch
 import ckpt
 import dist
 from configs import NODE, ROOT, Config, UserError, gib, nearest, require
-from data import Problem, Problems, Sample, fingerprint
+from data import Problem, Sample, fingerprint
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
@@ -99,7 +99,8 @@ def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
     require(not other, f"not every rank {does} what rank 0 on {main_host} {does}: {', '.join(other)}", needed)
 
 
-def read_files(cfg: Config, problems: Problems, held_out: Mapping[str, Problems]) -> dict[str, str]:
+def read_files(cfg: Config, problems: Sequence[Problem],
+               held_out: Mapping[str, Sequence[Problem]]) -> dict[str, str]:
     """Fingerprints of what this rank read or will read: problems and models, with their tokenizers."""
     models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
     return ({"--data": fingerprint(problems)}
@@ -238,8 +239,8 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
 # --- the gold answers
 
 
-def check_gold(problems: Problems, held_out: Mapping[str, Problems], grader: Grader, cfg: Config,
-               world: dist.World, say: Callable[[str], None]) -> None:
+def check_gold(problems: Sequence[Problem], held_out: Mapping[str, Sequence[Problem]], grader: Grader,
+               cfg: Config, world: dist.World, say: Callable[[str], None]) -> None:
     """Raises UserError, unless cfg.go, where over 1 % of the gold answers can't be graded: math-verify does
     not read them, or no answer can equal them. Their number and the first five are printed. Those of the
     held-out sets (name -> problems) are only told.
@@ -276,7 +277,7 @@ def _read_object(file):
     return {}
 
 
-def gold_key(problems: Problems, cfg: Config) -> str:
+def gold_key(problems: Sequence[Problem], cfg: Config) -> str:
     """Hash of what decides which gold answers can be graded: the answers, the rewards and the code that
     compares."""
     flags = repr((cfg.reward, cfg.extractor, cfg.grade_deadline))
@@ -288,7 +289,7 @@ def gold_key(problems: Problems, cfg: Config) -> str:
 # --- reward parts
 
 
-def check_parts(problems: Problems, tokenizer: Any, cfg: Config) -> None:
+def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
     """Raises UserError for a part of --reward that no response can earn. Open-R1's format and tags look for
     <think> in the response, where it isn't if prompts end in it. Lengths are compared within a prompt."""
     names = {t.name for t in terms_of(cfg)}
@@ -354,11 +355,11 @@ GOLD_LIMIT = 0.01  # share of them that may fail
 GOLD_NEEDED = 'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go'
 
 
-def compared_datasets(problems: Problems, cfg: Config) -> set[str]:
+def compared_datasets(problems: Sequence[Problem], cfg: Config) -> set[str]:
     """The data sets whose answers are compared. Gold answers that only a custom reward sees may be
     anything."""
-    terms = terms_of(cfg)
-    return {d for d in problems.datasets() if any(t.kind for t in graders_of(d, terms))}
+    terms, datasets = terms_of(cfg), {p.dataset for p in problems}
+    return {d for d in datasets if any(t.kind for t in graders_of(d, terms))}
 
 
 def too_many_hopeless(result: Mapping[str, Any]) -> bool:
@@ -366,18 +367,19 @@ def too_many_hopeless(result: Mapping[str, Any]) -> bool:
     return len(result["hopeless"]) > GOLD_LIMIT * result["checked"]
 
 
-def hopeless_as_text(problems: Problems, result: Mapping[str, Any]) -> str:
+def hopeless_as_text(problems: Sequence[Problem], result: Mapping[str, Any]) -> str:
     """The number of gold answers that can't be graded, and the first five; "" where there are none."""
     bad = result["hopeless"]
-    some = [f"{problems.where(i)} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
+    some = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
     return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
 
 
-def try_golds(problems: Problems, compared: Collection[str], grader: Grader, cfg: Config,
+def try_golds(problems: Sequence[Problem], compared: Collection[str], grader: Grader, cfg: Config,
               world: dist.World) -> dict[str, Any]:
     """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
     `compared`: the data sets whose answers are compared."""
-    start, indices = time.perf_counter(), np.array(problems.of_datasets(compared))
+    start = time.perf_counter()
+    indices = np.array([i for i, p in enumerate(problems) if p.dataset in compared])
     if len(indices) > GOLD_SAMPLE:
         indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
     parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))

@@ -886,13 +886,12 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
     served = load_tokenizer(str(tmp_path / "hf"))
     encode = prompt_encoder(config["template"], tokenizer, config["system_prompt"])
     for question in QUESTIONS:
-        trained = encode([[{"role": "user", "content": question}]])[0]
+        trained = encode([("user", question)])
         assert asked(served, question) == list(trained)
         assert (trained[0] == tokenizer.eos_token_id) == (bos and not template.startswith("chat"))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
     if template.startswith("chat"):
-        assert asked(served, "a", "mine") == list(encode([[{"role": "system", "content": "mine"},
-                                                           {"role": "user", "content": "a"}]])[0])
+        assert asked(served, "a", "mine") == encode([("system", "mine"), ("user", "a")])
     else:
         for conversation in (turns[:3], turns[1:2], [{"role": "system", "content": "s"}, turns[0]]):
             with pytest.raises(TemplateError, match="one user turn"):

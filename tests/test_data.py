@@ -1,8 +1,6 @@
-"""Data in, packs out: file formats, errors that name the row, reproducible batches, balanced packs."""
+"""Problems in, packs out: reproducible batches, balanced packs, aligned tensors."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,65 +8,16 @@ import torch
 from ranks import make_samples
 
 import data
-from configs import PRESETS, UserError
+from configs import PRESETS
 from model import load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=64, max_response_len=64)
 
 
-def write(path: Path, rows) -> str:
-    """Write the rows to a .json or .jsonl file. Returns its path."""
-    text = json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(r) + "\n" for r in rows)
-    path.write_text(text)
-    return str(path)
-
-
-@pytest.mark.parametrize("row", [
-    [{"from": "human", "value": "1+1="}, {"from": "assistant", "ground_truth": {"value": "2"}}],
-    {"prompt": [{"from": "user", "value": "1+1="}], "final_answer": "2"},
-    {"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2", "dataset": "sums"},
-    {"problem": "1+1=", "solution": "We add them, so \\boxed{2}."},
-    {"problem": "1+1=", "solution": "long words \\boxed{3}", "answer": "2"},
-    {"prompt": "1+1=", "answer": 2},
-])
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_every_known_row_format_is_read(row, suffix, tiny, tmp_path):
-    problems = data.load_problems([write(tmp_path / f"d.{suffix}", [row])], load_tokenizer(tiny), CFG)
-    assert [(p.text, p.answer) for p in problems] == [("1+1=", "2")]
-
-
-@pytest.mark.parametrize("content,words", [
-    (None, ["no data file", "d.jsonl"]),
-    ("", ["empty", "d.jsonl"]),
-    ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n', ["row 2", "no answer", "prompt"]),
-    ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": ""}\n', ["row 2", "no answer"]),
-    ('{"answer": "2"}\n', ["row 1", "no problem"]),
-    ('{"prompt": "1+1=", "answer": "2"}\n{oops}\n', ["row 2", "not JSON"]),
-    ('{"prompt": "' + "1+" * 99 + '1=", "answer": "2"}\n', ["longer", "--max_prompt_len"]),
-])
-def test_a_mistake_is_one_line_with_file_and_row(content, words, tiny, tmp_path):
-    path = tmp_path / "d.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(UserError) as e:
-        data.load_problems([str(path)], load_tokenizer(tiny), CFG)
-    assert "\n" not in str(e.value) and all(w in str(e.value) for w in words)
-
-
-def test_long_and_repeated_prompts_are_dropped_and_counted(tiny, tmp_path):
-    rows = [{"prompt": prompt, "answer": "2"} for prompt in ("1+1=", "1" * 99, "1+1=")]
-    messages = []
-    path = write(tmp_path / "d.jsonl", rows)
-    problems = data.load_problems([path], load_tokenizer(tiny), CFG, messages.append)
-    assert len(problems) == 1
-    assert "1 repeated" in messages[0] and "1 over 64 tokens: d.jsonl:2" in messages[0]
-
-
 def test_the_orz_prompt_ends_at_think(tiny):
     tokenizer = load_tokenizer(tiny)
-    conversation = [{"role": "user", "content": "What is 1+1?"}]
-    (ids,) = data.prompt_encoder("orz", tokenizer)([conversation])
-    text = tokenizer.decode(ids)
+    encode = data.prompt_encoder("orz", tokenizer)
+    text = tokenizer.decode(encode([("user", "What is 1+1?")]))
     assert text.startswith("A conversation between User and Assistant.")
     assert text.endswith("Assistant: <think>")
     assert "This is the problem:\nWhat is 1+1?\n" in text
@@ -102,10 +51,10 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
     """Minibatches are the same for any number of ranks. In a minibatch ranks have equally many packs and
     similar numbers of tokens, and no pack is too long."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
-    lengths = np.random.default_rng(0).integers(5, 100, 256)
+    lengths, prompts = np.random.default_rng(0).integers(5, 100, 256), np.arange(256) // 4
     on_one_rank = None
     for ranks in (1, 2, 4, 32):
-        minibatches = data.assign(lengths, ranks, cfg, step=3)
+        minibatches = data.assign(lengths, lengths, prompts, ranks, cfg, step=3)
         members = [sorted(i for packs in minibatch for p in packs for i in p) for minibatch in minibatches]
         assert sorted(i for some in members for i in some) == list(range(256))
         on_one_rank = on_one_rank or members
@@ -124,7 +73,8 @@ def test_short_samples_of_a_prompt_stay_together():
 
     def packs_of_prompts(lengths: np.ndarray, ranks: int) -> list[set[int]]:
         """For each prompt, the numbers of the packs that have samples of it."""
-        minibatch, = data.assign(lengths, ranks, cfg, step=0)
+        prompts = np.arange(len(lengths)) // 8
+        minibatch, = data.assign(lengths, lengths, prompts, ranks, cfg, step=0)
         numbers = [set() for _ in range(len(lengths) // 8)]
         for number, pack in enumerate(pack for packs in minibatch for pack in packs):
             for i in pack:

@@ -227,16 +227,13 @@ def test_weights_say_how_often_a_file_comes_in_each_epoch():
     assert epochs[1] == [p.text for s in range(8, 16) for p in data.batch_at(files, s, tens)]
 
 
-def test_a_row_may_say_how_it_is_graded(tmp_path):
+def test_a_row_may_say_how_it_is_graded(tiny, tmp_path):
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "x", "reward": "exact"},
             {"prompt": [{"from": "human", "value": "c"}], "final_answer": "B", "choices": ["1", "2"]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], data=(f"{tmp_path}/a.jsonl",), max_prompt_len=24,
                               data_weights=(0.5,))
-
-    def tokenizer(texts):
-        return SimpleNamespace(input_ids=[[1] * len(text) for text in texts])
-
+    tokenizer = load_tokenizer(tiny)
     found = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
     assert [(p.kind, p.weight) for p in found] == [("math", 0.5), ("exact", 0.5), ("choice", 0.5)]
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "answer": "1", "reward": "vibes"}))

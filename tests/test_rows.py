@@ -1,28 +1,28 @@
-"""Every row is read right, or refused in one line with file and row; a million rows are kept compactly."""
+"""Every row is read right, or refused in one line with file and row. Files, templates and gold answers."""
 
 import hashlib
 import json
 import random
 import re
 import shutil
-import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ranks
+import torch
 from conftest import ROOT, run_ranks
 
 import data
+import dist
 import rollout
 from configs import PRESETS, UserError
 from grading import rows
 from grading.rows import ROW
 from grading.worker import Grader
 from guard import start
-from guard.start import gold_key
+from guard.start import check_gold, gold_key
 from model import load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
@@ -181,7 +181,7 @@ REFUSED = {
 }
 
 
-def load(path, tokenizer, cfg=CFG, **kwargs) -> data.Problems:
+def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
     return data.load_problems([str(path)], tokenizer, cfg, lambda text: None, **kwargs)
 
 
@@ -323,19 +323,17 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
-    """In a batch as one by one. The demonstration after the question is dropped."""
+    """The demonstration after the question is dropped."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
     talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
     assert tokenizer.decode(list(talk.ids)) == "[system]Be brief.[user]0+1=[assistant]1[user]1+1=[assistant]"
-    assert talk.turns == json.loads(SHORT["TALK"])[:-1] and talk.text == Q
-    assert plain.turns == [{"role": "user", "content": Q}]
-    for p in (talk, plain):
-        assert list(p.ids) == tokenizer.apply_chat_template(p.turns, tokenize=True, return_dict=False,
-                                                            add_generation_prompt=True)
+    for p, turns in ((talk, json.loads(SHORT["TALK"])[:-1]), (plain, [{"role": "user", "content": Q}])):
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        assert list(p.ids) == ids and p.text == Q
     for template in ("plain", "orz"):
-        with pytest.raises(UserError, match=r"row 1 has 3 turns before its problem \(system, user, assist"
-                                            rf"ant\).*--template {template}.*needed: --template chat"):
+        with pytest.raises(UserError, match=r"row 1: 3 turns come before its problem \(system, user, a"
+                                            rf"ssistant\).*--template {template}.*needed: --template chat"):
             load(path, tokenizer, replace(CFG, template=template))
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses its turns"):
@@ -500,33 +498,47 @@ def gold_rows(hopeless: int, count: int) -> str:
     return "".join(json.dumps(row) + "\n" for row in bad + good)
 
 
-def test_gold_answers_that_cannot_be_graded_end_the_start(base, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def gold_check(tokenizer):
+    """A function: what check_gold says of a config's data on one rank, and the message that it raises."""
+    world = dist.World(0, 1, torch.device("cpu"), torch.float32)
+    with Grader(workers=1, deadline=20) as grader:
+        def check(cfg) -> list[str]:
+            problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
+            try:
+                check_gold(problems, rollout.load_sets(cfg, tokenizer, str), grader, cfg, world, said.append)
+            except UserError as e:
+                said.append(f"refused: {e}")
+            return said
+        yield check
+
+
+def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
     """Two ranks agree, name file and row, and a resumed run does not check again. Over 1 % is refused without
     --go; a custom reward is not checked; of many gold answers a sample is."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
-    two = run_ranks(2, ranks.gold_check, cfg)
-    assert two[0] == two[1] or two[0][1:] == two[1][1:]
-    checked, found, refused = two[0]
-    assert checked.startswith("150 gold answers checked in ")
-    assert found == "2 of 150 gold answers can't be graded: gold.jsonl:1 'no', gold.jsonl:2 '$$'"
-    assert refused.startswith(f"refused: {found}; needed: ") and "--go" in refused
+    for checked, *said in (gold_check(cfg), *run_ranks(2, ranks.gold_check, cfg)):
+        assert checked.startswith("150 gold answers checked in ")
+        found, refused = said
+        assert found == "2 of 150 gold answers can't be graded: gold.jsonl:1 'no', gold.jsonl:2 '$$'"
+        assert refused.startswith(f"refused: {found}; needed: ") and "--go" in refused
     assert not (tmp_path / "gold.json").exists()  # a refused run leaves no file
-    assert len(run_ranks(1, ranks.gold_check, replace(cfg, go=True))[0]) == 2
-    assert run_ranks(1, ranks.gold_check, replace(cfg, go=True))[0] == [found]  # kept
+    assert len(gold_check(replace(cfg, go=True))) == 2
+    assert gold_check(replace(cfg, go=True)) == [found]  # kept
     path.write_text(gold_rows(1, 150))
-    said = run_ranks(1, ranks.gold_check, cfg)[0]
+    said = gold_check(cfg)
     assert len(said) == 2 and said[1].startswith("1 of 150")
-    assert run_ranks(1, ranks.gold_check, replace(cfg, reward=base.reward))[0] == []
-    monkeypatch.setattr("rollout.GOLD_SAMPLE", 100)
+    assert gold_check(replace(cfg, reward=base.reward)) == []
+    monkeypatch.setattr("guard.start.GOLD_SAMPLE", 100)
     path.write_text(gold_rows(75, 150))
-    samples = [run_ranks(count, ranks.gold_check, cfg)[0][1:] for count in (1, 2)]
-    assert samples[0] == samples[1]
-    assert 30 < int(re.match(r"(\d+) of 100 gold answers", samples[0][0])[1]) < 70
+    sample = gold_check(cfg)[1:]
+    assert [said[1:] for said in run_ranks(2, ranks.gold_check, cfg)] == [sample, sample]
+    assert 30 < int(re.match(r"(\d+) of 100 gold answers", sample[0])[1]) < 70
 
 
-def test_gold_answers_of_evaluation_sets_are_told_and_those_of_later_comparisons_count(base, tmp_path):
+def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
     """Bad ones of an evaluation set refuse nothing, and are told again when the run is resumed. A comparison
     after a custom reward needs gold answers too."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
@@ -535,11 +547,11 @@ def test_gold_answers_of_evaluation_sets_are_told_and_those_of_later_comparisons
     cfg = replace(base, data=(str(train),), eval_data=(str(test),), reward=("math",), out=str(tmp_path),
                   go=False, max_prompt_len=64)
     bad = "2 of 4 gold answers can't be graded: held.jsonl:1 'no', held.jsonl:2 '$$'"
-    first, second = (run_ranks(1, ranks.gold_check, cfg)[0] for _ in range(2))
+    first, second = gold_check(cfg), gold_check(cfg)
     assert first[0].startswith("10 gold answers checked in ") and first[1:] == second
     assert second == [f"evaluation set held: {bad}"]
     train.write_text(gold_rows(3, 10))
-    said = run_ranks(1, ranks.gold_check, replace(cfg, reward=(base.reward[0], "math")))[0]
+    said = gold_check(replace(cfg, reward=(base.reward[0], "math")))
     assert said[-1].startswith("refused: 3 of 10 gold answers can't be graded: gold.jsonl:1 'no'")
 
 
@@ -561,19 +573,19 @@ def test_gold_answers_are_checked_again_after_a_change_that_decides_it(tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"problems": "x", "checked": 3}', '{"--data": 5}', "{"])
-def test_a_gold_file_of_another_version_is_no_obstacle(base, tmp_path, text):
+def test_a_gold_file_of_another_version_is_no_obstacle(base, gold_check, tmp_path, text):
     (tmp_path / "gold.json").write_text(text)
     (tmp_path / "gold.jsonl").write_text(gold_rows(0, 3))
     cfg = replace(base, data=(f"{tmp_path}/gold.jsonl",), eval_data=(), reward=("math",), out=str(tmp_path))
-    (said,) = run_ranks(1, ranks.gold_check, cfg)[0]
+    (said,) = gold_check(cfg)
     assert said.startswith("3 gold answers checked in ")
 
 
-# --- a million problems
+# --- order and weights
 
 
-def test_order_batches_and_fingerprint_are_those_of_earlier_versions(tokenizer):
-    """Computed with the code that kept a list of problems and drew from all weights in each step."""
+def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
+    """A run of an earlier version goes on with the prompts that it would have drawn."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -585,14 +597,11 @@ def test_order_batches_and_fingerprint_are_those_of_earlier_versions(tokenizer):
         2, 3, 5, 10, 1, 0, 4, 1, 0, 8, 2, 12, 6, 1, 12, 3, 9, 0, 7, 2, 6, 2, 0, 1, 5]
     files = [f"{ROOT}/eval_sets/{name}.json" for name in ("aime2024", "gpqa_diamond")]
     cfg = replace(cfg, max_prompt_len=8192, max_response_len=100, pack_len=20000)
-    for template, fingerprint in (("orz", "c738c9fe85fa6458"), ("plain", "8e3a9fe7a8f199c3")):
-        problems = data.load_problems(files, tokenizer, replace(cfg, template=template), str)
-        assert len(problems) == 228 and data.fingerprint(problems) == fingerprint
-        assert data.fingerprint(list(problems)) == fingerprint
-        for draw, digest in ((lambda s: data.batch_at(problems, s, cfg), "277f29814d789b5f"),  # noqa: B023
-                             (lambda s: data.replacement_batch(problems, s, 1, cfg), "8252e263a051d2e0")):  # noqa: B023
-            texts = "|".join(p.text for s in range(60) for p in draw(s))
-            assert hashlib.sha256(texts.encode()).hexdigest()[:16] == digest
+    problems = data.load_problems(files, tokenizer, cfg, str)
+    batches = [p.text for s in range(60) for p in data.batch_at(problems, s, cfg)]
+    replacements = [p.text for s in range(60) for p in data.replacement_batch(problems, s, 1, cfg)]
+    for texts, digest in ((batches, "277f29814d789b5f"), (replacements, "8252e263a051d2e0")):
+        assert hashlib.sha256("|".join(texts).encode()).hexdigest().startswith(digest)
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
@@ -601,58 +610,13 @@ def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
-        problems = load(path, tokenizer)
-        prints.add(data.fingerprint(problems))
-        assert data.fingerprint(problems) == data.fingerprint(list(problems))
+        prints.add(data.fingerprint(load(path, tokenizer)))
     assert len(prints) == 3
     a = {"dataset": "a"}
     marks = [a, {"dataset": "b"}, {"reward": "exact"}, {}, a, {"reward": "math"}]
     path.write_text("\n".join(json.dumps({"prompt": Q, "answer": "2"} | mark) for mark in marks))
     assert [(p.dataset, p.kind) for p in load(path, tokenizer)] == [
         ("a", "math"), ("b", "math"), ("", "exact"), ("", "math")]
-
-
-def test_problems_behave_like_the_list_of_them(tokenizer, tmp_path):
-    path = tmp_path / "d.jsonl"
-    lines = (json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(2500))
-    path.write_text("\n".join(lines))
-    problems = load(path, tokenizer)
-    as_list = list(problems)
-    assert len(problems) == len(as_list) == 2500 and problems[-1] == as_list[-1]
-    assert problems[5:9] == as_list[5:9] and problems[np.int64(7)] == as_list[7]
-    assert [p.ids for p in as_list] == [tuple(tokenizer(f"{i}+1=<think>").input_ids) for i in range(2500)]
-    assert problems.where(2003) == "d.jsonl:2004"
-    with pytest.raises(IndexError):
-        problems[2500]
-
-
-def test_problems_are_compact_and_a_batch_does_not_pass_over_them(tokenizer, tmp_path, monkeypatch):
-    """20,000 rows of 100 tokens: 4 bytes a token and 220 more a row are kept beside the text, and at most 300
-    more are needed while they load. A step looks up its own problems only."""
-    path, count = tmp_path / "d.jsonl", 20_000
-    with path.open("w") as file:
-        for i in range(count):
-            file.write(json.dumps({"prompt": f"{i:099}", "answer": str(i)}) + "\n")
-    load(path, tokenizer)  # what is allocated once
-    tracemalloc.start()
-    problems = load(path, tokenizer)
-    held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    tokens, text = len(problems[0].ids), 99 + 5
-    assert tokens == 100
-    assert (held - count * (4 * tokens + text)) / count < 220
-    assert (peak - held) / count < 300  # the hashes of all rows, and one chunk's tokens
-    cfg, looked_up = replace(CFG, prompts_per_step=64), []
-    get = data.Problems.__getitem__
-    monkeypatch.setattr(data.Problems, "__getitem__", lambda self, i: looked_up.append(i) or get(self, i))
-    for step in range(3):
-        assert len(data.batch_at(problems, step, cfg)) == 64
-        assert len(data.replacement_batch(problems, step, 1, cfg)) == 64
-    data.epoch_len(problems), data.fingerprint(problems)
-    assert len(looked_up) == 3 * 2 * 64
-
-
-# --- several files
 
 
 def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
@@ -685,8 +649,8 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     (tmp_path / "1.jsonl").write_text((tmp_path / "0.jsonl").read_text() + new)
     told = []
     problems = data.load_problems(files, tokenizer, CFG, told.append)
-    assert [problems.where(i) for i in range(6)] == [*(f"0.jsonl:{i}" for i in range(1, 6)), "1.jsonl:6"]
-    assert "dropped 5 repeated (5 of an earlier file, which keeps them)" in told[0]
+    assert [p.where for p in problems] == [*(f"0.jsonl:{i}" for i in range(1, 6)), "1.jsonl:6"]
+    assert "6 problems" in told[0] and "dropped 5 repeated (the first of each stays)" in told[0]
     same = data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)
     assert len(same) == 5 and data.epoch_len(same) == 5
 
@@ -718,8 +682,11 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     assert [len(p.ids) for p in kept] == [19] and "dropped 2 over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
-    with pytest.raises(UserError, match="no room for a response: with --template plain the shortest has 19"):
-        load(path, tokenizer, replace(cfg, max_model_len=12))
+    for short in (dict(max_model_len=12), dict(max_prompt_len=11)):
+        flag, value = next(iter(short.items()))
+        with pytest.raises(UserError, match=f"longer than --{flag} {value} tokens, or leaves no room for a "
+                                            "response: with --template plain the shortest has 19"):
+            load(path, tokenizer, replace(cfg, **short))
 
 
 # --- the hub

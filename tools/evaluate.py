@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import dist
 from ckpt import VERSIONS
 from configs import DATA_FILES, Config, UserError, help_class, parse, require, user_errors
-from data import Problems, fingerprint
+from data import Problem, fingerprint
 from engine import Engine, eos_ids, free_cache
 from grading.worker import Grader
 from guard.start import GOLD_NEEDED, compared_datasets, hopeless_as_text, too_many_hopeless, try_golds
@@ -62,7 +62,7 @@ def std_error(values: Sequence[float]) -> float | None:
 # --- results
 
 
-def summary(cfg: Config, problems: Mapping[str, Problems], scores: Scores) -> dict[str, Any]:
+def summary(cfg: Config, problems: Mapping[str, Sequence[Problem]], scores: Scores) -> dict[str, Any]:
     """Value and standard error of each metric, and what it was measured on, by set."""
     found = {}
     for i, (name, metrics) in enumerate(scores.items()):
@@ -74,13 +74,13 @@ def summary(cfg: Config, problems: Mapping[str, Problems], scores: Scores) -> di
     return found
 
 
-def differences(problems: Mapping[str, Problems], scores: Scores, first: Mapping[str, Problems],
-                of_first: Scores) -> dict[str, Any]:
+def differences(problems: Mapping[str, Sequence[Problem]], scores: Scores,
+                first: Mapping[str, Sequence[Problem]], of_first: Scores) -> dict[str, Any]:
     """Differences of a model's metrics to the first model's, with paired standard errors, by set. Problems
     that only one of them has, because the other's prompt is too long, are left out."""
     found = {}
     for name, metrics in scores.items():
-        rows, rows_of_first = ([x.where(i) for i in range(len(x))] for x in (problems[name], first[name]))
+        rows, rows_of_first = ([p.where for p in x] for x in (problems[name], first[name]))
         place = {row: i for i, row in enumerate(rows_of_first)}
         pairs = [(i, place[row]) for i, row in enumerate(rows) if row in place]
         gaps = {metric: [values[i] - of_first[name][metric][j] for i, j in pairs]
@@ -295,7 +295,7 @@ class Candidate:
     cfg: Config  # model: as the user gave it
     path: str  # its folder
     tokenizer: Any
-    sets: dict[str, Problems]
+    sets: dict[str, list[Problem]]
     engine_key: tuple  # models of one key can share an engine
 
 
