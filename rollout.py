@@ -531,19 +531,17 @@ def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Pr
     return dict(itertools.islice(problems.items(), engine.engine_id, None, engine.engines))
 
 
-def sample_row(s: Sample, problem: Problem, tokenizer: Any = None) -> dict[str, Any]:
-    """A sample as a row of samples/*.jsonl and eval/*.jsonl. With a tokenizer (--save_logps) the row has the
-    response's tokens, as ids and as texts, and their log-probs from the engine, rounded to 4 digits: null for
-    tokens of an environment."""
+def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
+    """A sample as a row of samples/*.jsonl and eval/*.jsonl. With `save_logps` it also has the response's
+    token ids, and the engine's log-probs of them, rounded to 4 digits; null for an environment's tokens."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
         row |= dict(turns=s.turns)
-    if tokenizer:
-        ids = s.ids.tolist()
-        row |= dict(ids=ids, texts=tokenizer.batch_decode([[i] for i in ids]),
-                    logps=[round(x, 4) if of_policy else None
-                           for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)])
+    if save_logps:
+        row |= dict(ids=s.ids.tolist(), logps=[
+            round(x, 4) if of_policy else None
+            for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)])
     return row
 
 
@@ -604,14 +602,14 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
                step: int, on_response: Callable[[], bool] = lambda: False) -> tuple[Scores, list[dict]]:
     """Value of each metric for each problem of each held-out set (name -> problems), on every rank, and one
     row per response. The randomness is the same at every step, so evaluations differ by the weights alone."""
-    scores, rows, tokenizer = {}, [], engine.tokenizer if cfg.save_logps else None
+    scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
         part, length = engine_part(dict(enumerate(problems)), engine), cfg.eval_response_len
         samples = rollout(engine, grader, part, n, temperature, length or cfg.max_response_len,
                           (cfg.seed, EVAL, i), step, on_response)
         scores[name] = gather_scores(samples, n)
-        rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], tokenizer)
+        rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
                                   for s in samples])
     return scores, rows
 

@@ -293,7 +293,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
-    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS, new_alarms))
+    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
     log.save_plan(plan_table)
     for line in filter(None, (agreement, taken)):
         log.say(line)
@@ -402,7 +402,7 @@ def sample_in_rounds(run: Run, step: int, meter: Meter,
         chosen, samples, carried = rollout_in_rounds(
             run.engine, run.grader, problems, run.carried, cfg, step,
             partial(on_response, cfg, bar, arrivals))
-    meter.add("carried", sum(not s.reason for s in carried), 0)
+    meter.add("carried", sum(not s.reason for s in carried))
     ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
     meter.add("staleness/mean", ages.sum(), len(ages))
     meter.add_max("staleness/max", ages.max(initial=0))
@@ -455,7 +455,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         metrics, rows = evaluate_sets(run.engine, run.grader, run.held_out, cfg, step,
                                       partial(on_response, cfg, bar, []))
     if cfg.save_samples != "none":
-        run.log.rows("eval", step, rows)
+        run.log.save_samples("eval", step, rows)
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
@@ -466,12 +466,12 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
-    rows, tokenizer = [], run.engine.tokenizer if cfg.save_logps else None
+    rows = []
     for s in samples:
         if s.prompt_id < SAVED_PROMPTS or not some:
             advantage = {"advantage": s.advantage} if cfg.compares_samples else {}
-            rows.append(sample_row(s, batch[s.prompt_id], tokenizer) | advantage)
-    run.log.rows("samples", step, dist.gather_rows(rows))
+            rows.append(sample_row(s, batch[s.prompt_id], cfg.save_logps) | advantage)
+    run.log.save_samples("samples", step, dist.gather_rows(rows))
 
 
 # --- packs and advantages
@@ -512,11 +512,11 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
-    meter.add("tokens", sum(s.length for s in samples), 0)
+    meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
     # A backward pass costs two forward passes. A critic takes one more forward pass, for its values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
-    meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)), 0)
+    meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
 
 
@@ -740,6 +740,9 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             log.alarm(run.saver.save(step + 1, run.carried))
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
+    if run.world.main:
+        for text in new_alarms(log.history, cfg):
+            log.alarm(text, step)
     if cfg.verbose:
         log.say(ledger.table())
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):

@@ -552,7 +552,7 @@ def common_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_repetition_is_the_naive_score():
+def test_the_repeat_score_is_the_naive_score():
     """2 Σ LCP / n(n+1) over sorted suffixes, for random texts of two letters, periodic texts, and
     non-ASCII."""
     def naive(text):
@@ -563,8 +563,8 @@ def test_repetition_is_the_naive_score():
     rng = random.Random(0)
     texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(2, 60))) for _ in range(60)]
     for text in [*texts, "a" * 50, "abc" * 20, "né∑" * 5 + "\U0001f600", "ab"]:
-        assert log.repetition(text) == pytest.approx(naive(text)), text
-    assert log.repetition("") == log.repetition("a") == 0 < log.repetition("ab" * 99) < 1
+        assert log.repeat_score(text) == pytest.approx(naive(text)), text
+    assert log.repeat_score("") == log.repeat_score("a") == 0 < log.repeat_score("ab" * 99) < 1
 
 
 def test_reflections_counts_the_words_of_second_thoughts():

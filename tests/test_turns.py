@@ -352,7 +352,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
             assert s.is_sampled[cut + len(ids)]
         runs = np.diff(np.flatnonzero(np.diff(np.r_[0, s.is_sampled, 0])))[::2]
         assert len(runs) == s.turns and s.is_sampled[-1]
-        saved = rollout.sample_row(s, problems[s.prompt_id], engine.tokenizer)
+        saved = rollout.sample_row(s, problems[s.prompt_id], save_logps=True)
         assert [x is not None for x in saved["logps"]] == s.is_sampled.tolist()
 
 
