@@ -71,10 +71,10 @@ plan: .venv/.demo
 	.venv/bin/python -m tools.plan orz-7b --layout production --gpu H200
 
 rehearse: $(BASE)/tiny.json
-	.venv/bin/python bench/rehearse.py --base $(BASE)
+	.venv/bin/python -m bench.rehearse --base $(BASE)
 
 chaos: $(BASE)/tiny.json
-	.venv/bin/python bench/chaos.py --base $(BASE)
+	.venv/bin/python -m bench.chaos --base $(BASE)
 
 bench: $(BASE)/tiny.json
-	.venv/bin/python bench/all.py $(ARGS)
+	.venv/bin/python -m bench.all $(ARGS)

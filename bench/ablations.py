@@ -1,8 +1,8 @@
 """Tests recipes, and what papers claim of them, on a laptop: many short runs, compared seed by seed.
 
-    python bench/ablations.py [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
-    python bench/ablations.py --report                     # only the tables, from the runs so far
-    python bench/ablations.py --vary my.py:advantage       # your function against the reference, on all tasks
+    python -m bench.ablations [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
+    python -m bench.ablations --report                     # only the tables, from the runs so far
+    python -m bench.ablations --vary my.py:advantage       # your function against the reference, on all tasks
 
 A run that is in bench/results/ablations.jsonl is not made again, so the same command goes on where it was
 interrupted. Seed 0 of everything comes first, then seed 1. `--part core` is what decides most claims, `all`
@@ -10,7 +10,7 @@ the whole matrix, `power` ten seeds of both references, and `stability` thirty o
 
 A variant is compared with its reference on the same seeds: the difference of held-out accuracy after the last
 step, its mean over the seeds, and a 95 % interval (Student's t). All runs of a task start from one base
-model. The tables go to bench/results/ablations.md, .json and .png.
+model. The tables go to bench/results/ablations.md.
 """
 
 from __future__ import annotations
@@ -18,26 +18,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import itertools
 import json
 import math
-import multiprocessing as mp
 import os
 import random
 import re
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -45,13 +40,13 @@ import torch
 import grpo
 import ppo
 import train
+from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
 from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
 from engines import torch_engine
 from log import read_metrics
 from tools import tiny
 
-RESULTS = ROOT / "bench/results"
 VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
 STEPS = 30
 HARDEST = "think"  # of the tasks that are learnt in so many steps
@@ -271,15 +266,12 @@ def key_of(cfg: Config, variant: Variant) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def train_one(cfg: Config, variant: Variant, file: str) -> None:
-    """One run in a process of its own. Its figures go to `file`, its output to a file beside it."""
+def train_one(cfg: Config, variant: Variant, file: Path) -> None:
+    """One run in a process of its own. Its figures go to `file`."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
         cfg = replace(cfg, out=f"{folder}/run")
-        log = os.open(f"{file}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         if variant.patch:
             variant.patch(cfg, **variant.args)
         error, right, sampled = "", train.rollout, []
@@ -299,8 +291,7 @@ def train_one(cfg: Config, variant: Variant, file: str) -> None:
             error = str(e)
         found = figures(Path(cfg.out)) | {"error": error, "samples": sum(sampled)}
         found["cpu_seconds"] = round(time.process_time() - start, 1)
-    Path(file).write_text(json.dumps(found))
-    os._exit(0)
+    file.write_text(json.dumps(found))
 
 
 KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "lengths_wrong",
@@ -321,32 +312,27 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
-    """Make all runs, `jobs` at a time, each in a fork of this process, which has imported everything. Each
-    finished one is a line of `results`."""
-    context, running, began, total = mp.get_context("fork"), {}, time.monotonic(), len(waiting)
+    """Make all runs, `jobs` at a time. Each finished one is a line of `results`."""
+    began = time.monotonic()
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
-        for number, (name, cfg, variant) in enumerate(waiting):
-            file = Path(folder, f"{number}.json")
-            process = context.Process(target=train_one, args=(cfg, variant, str(file)))
-            process.start()
-            running[process] = name, file
-            while len(running) >= jobs or (running and number == total - 1):
-                wait([process.sentinel for process in running])
-                for process in [p for p in running if p.exitcode is not None]:
-                    line = keep(*running.pop(process), process.exitcode, results)
-                    print(f"{time.monotonic() - began:5.0f} s  {line}", flush=True)
+        files = [Path(folder, f"{i}.json") for i in range(len(waiting))]
+        calls = [(partial(train_one, cfg, variant, file), file.with_suffix(".log"))
+                 for (_, cfg, variant), file in zip(waiting, files, strict=True)]
+        for i, status in in_forks(calls, jobs):
+            line = keep(waiting[i][0], files[i], status, results)
+            print(f"{time.monotonic() - began:5.0f} s  {line}", flush=True)
 
 
-def keep(name: dict, file: Path, exitcode: int, results: Path) -> str:
-    """Add a run's figures to the results. Returns what to say of it."""
-    said = f"{name['task']} {name['variant']} seed {name['seed']}"
+def keep(name: dict, file: Path, status: int, results: Path) -> str:
+    """Add a run's figures to the results. Returns a line about it."""
+    run = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
-        return f"{said}: exit {exitcode}, no result\n{Path(f'{file}.log').read_text()[-2000:]}"
+        return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
     row = name | json.loads(file.read_text())
     with results.open("a") as lines:
         lines.write(json.dumps(row) + "\n")
-    return f"{said}: {row['accuracy']} {row['error']}"
+    return f"{run}: {row['accuracy']} {row['error']}"
 
 
 # --- statistics
@@ -503,7 +489,7 @@ def verdict(found: Estimate, sign: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table."""
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return markdown(head, rows).splitlines()
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
@@ -631,7 +617,7 @@ def report(runs: Runs) -> str:
     seconds = fmean(r["cpu_seconds"] for found in rows.values() for r in found)
     lines = [
         "# Claims, tested on tasks for a laptop", "",
-        f"`python bench/ablations.py` made this. {made} of the {planned} runs of `--part all --seeds 5` are "
+        f"`python -m bench.ablations` made this. {made} of the {planned} runs of `--part all --seeds 5` are "
         "made; what has no row or no seeds was not run.", "",
         f"A run has {STEPS} steps of {REFERENCE.samples_per_step} samples. Its accuracy is that on 512 "
         "held-out problems, two samples each at temperature 1, after the last step. ± is a 95 % interval; "
@@ -649,35 +635,6 @@ def report(runs: Runs) -> str:
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"
-
-
-def draw(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant], path: Path) -> None:
-    """Plots the differences to the references, one panel a task; from three seeds on with their intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [n for n, v in variants.items() if n != v.reference and any((t, n) in runs for t in tasks)]
-    size = 4 * len(tasks) + 2, 0.22 * len(names) + 1.5
-    figure, axes = plt.subplots(1, len(tasks), figsize=size, sharey=True, squeeze=False,
-                                constrained_layout=True)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for y, name in enumerate(names):
-            gap = difference(runs, task, name, variants[name].reference)
-            if gap:
-                color = "0.5" if verdict(gap, 1) == "can't tell" else "C3"
-                half = gap.half if gap.n > 2 else 0.0
-                axis.errorbar(gap.mean, y, xerr=half, fmt="o", ms=3, capsize=2, color=color,
-                              markerfacecolor=color if half else "white")
-        axis.axvline(0, color="0.7", lw=1)
-        axis.set_title(task, fontsize=10)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_yticks(range(len(names)), names, fontsize=7)
-    axes[0][0].invert_yaxis()
-    figure.supxlabel("accuracy minus the reference's; red: 95 % interval without 0; hollow: one or two seeds",
-                     fontsize=9)
-    figure.savefig(path, dpi=110)
 
 
 # --- the command
@@ -725,21 +682,6 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
 def tasks_of(runs: Runs) -> list[str]:
     """The tasks that have runs."""
     return [task for task in TASKS if any(t == task for t, _ in runs)]
-
-
-def write(runs: Runs) -> None:
-    """Write the committed tables and the figure, of all tasks that have runs."""
-    tasks, variants, text = tasks_of(runs), matrix(), report(runs)
-    (RESULTS / "ablations.md").write_text(text)
-    facts = []
-    for c, task in itertools.product(CLAIMS, tasks):
-        found = difference(runs, task, c.variant, c.reference, c.measure)
-        if found and found.n == 1:  # JSON has no infinity
-            found = found._replace(half=None)
-        facts.append({"task": task, "claim": c._asdict(), "difference": found and found._asdict()})
-    (RESULTS / "ablations.json").write_text(json.dumps(facts, indent=1) + "\n")
-    draw(runs, tasks, variants, RESULTS / "ablations.png")
-    print(text)
 
 
 def parse_args() -> argparse.Namespace:
@@ -794,8 +736,9 @@ def main() -> None:
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
     else:
-        require(bool(runs), "no runs with these settings", "python bench/ablations.py")
-        write(runs)
+        require(bool(runs), "no runs with these settings", "python -m bench.ablations")
+        (RESULTS / "ablations.md").write_text(report(runs))
+        print(report(runs))
 
 
 if __name__ == "__main__":

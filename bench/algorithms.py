@@ -1,10 +1,10 @@
 """Trains every recipe on the tiny task with three seeds, to show that each learns.
 
-    python bench/algorithms.py [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
+    python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
 PPO and GRPO also train on sums of three digits, where a worked-out answer is much longer than a guess. Each
 run has one rank, in a process forked from this one, which has imported everything. Missing base models are
-pretrained. Runs that an earlier call has finished are kept.
+pretrained: they are the folders BASE-SEED. Runs that an earlier call has finished are kept.
 
 Results for each recipe and seed: final held-out accuracy, steps to a mean reward of 0.9, response length
 at the first and last step. They go to bench/results/algorithms.json, .md and .png.
@@ -12,25 +12,21 @@ at the first and last step. They go to bench/results/algorithms.json, .md and .p
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing as mp
 import os
-import sys
 import time
 from dataclasses import replace
-from multiprocessing.connection import wait
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
 import train
 from bench import tasks
+from bench.common import RESULTS, arguments, in_forks, markdown
 from configs import PRESETS, Config
 from log import read_metrics
 from tools import tiny
@@ -57,43 +53,14 @@ def configs(steps: int) -> dict[str, Config]:
     return found | {f"{name}{HARD}": found[name] for name in ("ppo", "grpo")}
 
 
-def seeded(cfg: Config, name: str, seed: int, args: argparse.Namespace) -> Config:
+def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
     """A recipe's run with this seed, from the base model of this seed, which is pretrained if missing."""
     if name.endswith(HARD):
-        base = tasks.build(f"{args.base}3-{seed}", "sums-3", seed)
+        model = tasks.build(f"{base}3-{seed}", "sums-3", seed)
     else:
-        base = tiny.build(f"{args.base}-{seed}", seed)
-    return replace(cfg, seed=seed, model=base, data=(f"{base}/train.jsonl",),
-                   eval_data=(f"{base}/heldout.jsonl",),
-                   out=str(Path(args.out).absolute() / f"{name}-{seed}"))
-
-
-def train_one(cfg: Config) -> None:
-    """One run in a process of its own. Its output goes to log.txt in the run's folder."""
-    torch.set_num_threads(1)
-    Path(cfg.out).mkdir(parents=True, exist_ok=True)
-    with open(f"{cfg.out}/log.txt", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    train.main(cfg)
-    os._exit(0)
-
-
-def train_all(waiting: list[Config], jobs: int) -> None:
-    """Trains all runs, `jobs` at a time."""
-    context, began = mp.get_context("fork"), time.monotonic()
-    waiting, running = list(waiting), []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            cfg = waiting.pop(0)
-            process = context.Process(target=train_one, args=(cfg,), name=Path(cfg.out).name)
-            process.start()
-            running.append(process)
-        wait([p.sentinel for p in running])
-        for process in [p for p in running if p.exitcode is not None]:
-            running.remove(process)
-            seconds = time.monotonic() - began
-            print(f"{seconds:5.0f} s  {process.name}: exit {process.exitcode}", flush=True)
+        model = tiny.build(f"{base}-{seed}", seed)
+    return replace(cfg, seed=seed, model=model, data=(f"{model}/train.jsonl",),
+                   eval_data=(f"{model}/heldout.jsonl",), out=str(out / f"{name}-{seed}"))
 
 
 def result(out: Path) -> dict:
@@ -111,16 +78,16 @@ def result(out: Path) -> dict:
 
 def table(results: dict[str, list[dict]]) -> str:
     """Markdown: means over the seeds; the spread is the largest accuracy minus the smallest."""
-    lines = ["| recipe | accuracy, mean (spread) | steps to 0.9 | response length | seeds |",
-             "|---|---|---|---|---|"]
+    lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
         spread = max(accuracy) - min(accuracy)
         steps = ", ".join(str(r["steps_to_0.9"] or "never") for r in runs)
         first, last = mean(r["len_first"] for r in runs), mean(r["len_last"] for r in runs)
-        lines.append(f"| {name} | {mean(accuracy):.3f} ({spread:.3f}) | {steps} | {first:.0f} → {last:.0f} "
-                     f"| {len(runs)} |")
-    return "\n".join(lines) + "\n"
+        lines.append((name, f"{mean(accuracy):.3f} ({spread:.3f})", steps, f"{first:.0f} → {last:.0f}",
+                      len(runs)))
+    head = "recipe", "accuracy, mean (spread)", "steps to 0.9", "response length", "seeds"
+    return markdown(head, lines)
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
@@ -160,24 +127,21 @@ def draw_panel(axis, name: str, runs: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
-    parser.add_argument("--only", nargs="*", help="names of recipes")
-    parser.add_argument("--out", default="runs/algorithms")
-    parser.add_argument("--base", default="runs/tiny-base", help="base models are the folders BASE-SEED")
-    args = parser.parse_args()
+    args = arguments(__doc__, seeds=3, steps=30, jobs=2, only=(), out="runs/algorithms",
+                     base="runs/tiny-base")
+    torch.set_num_threads(1)
+    began, out = time.monotonic(), Path(args.out).absolute()
     recipes = {k: c for k, c in configs(args.steps).items() if not args.only or k in args.only}
     seeds = range(args.seeds)
-    runs = [seeded(cfg, name, seed, args) for seed in seeds for name, cfg in recipes.items()]
-    train_all([c for c in runs if not (Path(c.out) / "export").exists()], args.jobs)
-    results = {name: [result(Path(args.out) / f"{name}-{seed}") for seed in seeds] for name in recipes}
-    folder = ROOT / "bench/results"
+    runs = [seeded(cfg, name, seed, args.base, out) for seed in seeds for name, cfg in recipes.items()]
+    runs = [c for c in runs if not (Path(c.out) / "export").exists()]
+    for i, status in in_forks([(partial(train.main, c), Path(c.out, "log.txt")) for c in runs], args.jobs):
+        print(f"{time.monotonic() - began:5.0f} s  {Path(runs[i].out).name}: exit {status}", flush=True)
+    results = {name: [result(out / f"{name}-{seed}") for seed in seeds] for name in recipes}
     facts = {"steps": args.steps, "samples_per_step": 256, "results": results}
-    (folder / "algorithms.json").write_text(json.dumps(facts) + "\n")
-    (folder / "algorithms.md").write_text(table(results))
-    draw(results, folder / "algorithms.png")
+    (RESULTS / "algorithms.json").write_text(json.dumps(facts) + "\n")
+    (RESULTS / "algorithms.md").write_text(table(results))
+    draw(results, RESULTS / "algorithms.png")
     print(table(results))
 
 

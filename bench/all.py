@@ -1,6 +1,6 @@
 """Runs every bench that this machine allows, one after the other.
 
-    python bench/all.py [--only train step …] [--list]     # or: make bench
+    python -m bench.all [--only train step …] [--list]     # or: make bench; --list: print the commands only
 
 On a CPU: the demo's model, and two layers of Qwen2.5-0.5B's shape. On a GPU: the shapes of 0.5B, 1.5B and 7B
 (8 of its layers), packs of 16,384 tokens, and vLLM beside the trainer. Nothing else should run at the same
@@ -10,7 +10,6 @@ included, because it needs another project.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -19,10 +18,13 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
+import torch
 
-Case = tuple[str, list[str], int, int]  # script, arguments, ranks, threads of each rank
+from bench.common import RESULTS, arguments, markdown
+from bench.scaling import run_bench
+from bench.shape import build
+
+Case = tuple[str, list[str], int, int]  # bench, arguments, ranks, threads of each rank
 LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment",
           "algo", "ranks", "engine", "samples")  # fields of a figure that say what was measured
 
@@ -33,30 +35,28 @@ def on_cpu(cores: int) -> list[Case]:
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
     head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]
     layers = ["--size", "0.5b", "--layers", "2", "--pack", "1024", "--packs", "1", "--rounds", "2"]
-    cases: list[Case] = [("train.py", args, 1, cores) for args in (["--size", "tiny"], head, layers)]
-    cases += [("step.py", [preset, *data], cores, 1) for preset in ("tiny-ppo", "tiny-grpo")]
+    cases: list[Case] = [("train", args, 1, cores) for args in (["--size", "tiny"], head, layers)]
+    cases += [("step", [preset, *data], cores, 1) for preset in ("tiny-ppo", "tiny-grpo")]
     for engine in ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]:
-        cases.append(("rollout.py", ["--model", base, "--engine", engine, "--tokens", "128"], 1, cores))
-    cases.append(("saving.py", ["--model", base], cores, 1))
-    cases.append(("grading.py", [], 1, 1))
-    cases.append(("scaling.py", ["--base", base], 1, 1))
+        cases.append(("rollout", ["--model", base, "--engine", engine, "--tokens", "128"], 1, cores))
+    cases.append(("saving", ["--model", base], cores, 1))
+    cases.append(("grading", [], 1, 1))
+    cases.append(("scaling", ["--base", base], 1, 1))
     return cases
 
 
 def on_gpu() -> list[Case]:
     """What runs on one GPU. Makes runs/shape-0.5b, the model of engine and step."""
-    from bench.shape import build
-
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
     cases: list[Case] = []
     for shape in (["--size", "0.5b"], ["--size", "1.5b"], ["--size", "7b", "--layers", "8"]):
         args = [*shape, "--pack", "16384", "--segment", "2048"]
-        cases += [("train.py", args, 1, 1), ("train.py", [*args, "--recompute", "999"], 1, 1)]
-    cases.append(("rollout.py", ["--model", model, "--engine", "vllm", "--prompts", "64",
+        cases += [("train", args, 1, 1), ("train", [*args, "--recompute", "999"], 1, 1)]
+    cases.append(("rollout", ["--model", model, "--engine", "vllm", "--prompts", "64",
                                  "--tokens", "512"], 1, 1))
-    cases.append(("step.py", ["orz-0.5b-1gpu", "--model", model, "--data", f"{model}/train.jsonl",
+    cases.append(("step", ["orz-0.5b-1gpu", "--model", model, "--data", f"{model}/train.jsonl",
                               "--prompts_per_step", "16", "--samples_per_prompt", "8",
                               "--max_response_len", "512", "--max_model_len", "0"], 1, 1))
     return cases
@@ -64,8 +64,6 @@ def on_gpu() -> list[Case]:
 
 def device() -> str:
     """A file name for the device: the GPU's name, or the processor's with its number of cores."""
-    import torch
-
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -76,24 +74,21 @@ def device() -> str:
 
 def table(rows: list[dict]) -> str:
     """Markdown: a line a figure, with what was measured and the numbers that are not 0."""
-    lines = ["| bench | of | found |", "|---|---|---|"]
+    lines = []
     for row in rows:
         # A float is a measurement, even if its name is a label's: the seconds of the phase "pack".
         labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
-        found = ", ".join(f"{k} {v}" for k, v in numbers.items())
-        lines.append(f"| {row['bench']} | {of} | {found} |")
-    return "\n".join(lines) + "\n"
+        lines.append((row["bench"], of, ", ".join(f"{k} {v}" for k, v in numbers.items())))
+    return markdown(("bench", "of", "found"), lines)
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
     """Runs the cases, or with `only_list` prints their commands. Returns the figures and what failed."""
-    from bench.scaling import run_bench
-
     rows, failures = [], []
     for script, args, ranks, threads in cases:
-        print(f"bench/{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)
+        print(f"bench.{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)
         if only_list:
             continue
         began = time.monotonic()
@@ -109,18 +104,13 @@ def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="scripts, without .py")
-    parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    args = parser.parse_args()
-    import torch
-
+    args = arguments(__doc__, only=(), list=False)
     cases = on_gpu() if torch.cuda.is_available() else on_cpu(os.cpu_count() or 1)
     if args.only:
-        cases = [case for case in cases if case[0].removesuffix(".py") in args.only]
+        cases = [case for case in cases if case[0] in args.only]
     rows, failures = run_all(cases, args.list)
     if rows:
-        path = HERE / "results" / f"{device()}.json"
+        path = RESULTS / f"{device()}.json"
         earlier = json.loads(path.read_text())["figures"] if args.only and path.exists() else []
         measured = {r["bench"] for r in rows}
         rows = [r for r in earlier if r["bench"] not in measured] + rows

@@ -1,8 +1,8 @@
 """Disturbs training again and again. Every run must end as the undisturbed run, equal bit for bit.
 
-    python bench/chaos.py [--runs 20]                       # kill -9 of a random rank in a random phase
-    python bench/chaos.py --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md tells them
-    python bench/chaos.py --nodes 2 [--runs 2]              # a node is lost, agent and ranks, and comes back
+    python -m bench.chaos [--runs 20]                       # kill -9 of a random rank in a random phase
+    python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md tells them
+    python -m bench.chaos --nodes 2 [--runs 2]              # a node is lost, agent and ranks, and comes back
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
 step. It is struck once, in a phase (dist.phase) that the undisturbed run has, and its command is typed again
@@ -34,8 +34,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
+from bench.common import ROOT, environment, new_folder, say
+
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: of each node
 TRIES = 6  # runs in which the strike may come too late
 TYPED = 4  # times that the command may be typed
@@ -131,16 +131,15 @@ class Nodes:
             # host.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
-        program = "bench/chaos.py" if self.typed == 1 else "train.py"
+        program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *of_agent,
                     "--nproc-per-node", str(RANKS), "--max-restarts", "3", "--monitor-interval", "1"]
-        self.agents[node] = self.popen([*host, *torchrun, program, *self.program], node, env)
+        self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
         """Start an agent in a session of its own: killing the session is the loss of the agent."""
-        env = os.environ | env | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
-                                  "CHAOS": json.dumps(self.order)}
+        env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
+                                     "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log,
                                     start_new_session=True)
@@ -616,9 +615,8 @@ def undisturbed_run(args: argparse.Namespace, out: Path) -> Visits:
     finally:
         nodes.kill_all()
     visits = json.loads(Path(f"{out}.struck").read_text())
-    print(json.dumps({"run": "undisturbed", "seconds": round(time.monotonic() - began, 1),
-                      "phases": {phase: len(times) for phase, times in visits.items()},
-                      "namespaces": args.namespaces}), flush=True)
+    say({"run": "undisturbed", "seconds": round(time.monotonic() - began, 1),
+         "phases": {phase: len(times) for phase, times in visits.items()}, "namespaces": args.namespaces})
     return visits
 
 
@@ -641,14 +639,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    from configs import require, user_errors
+    from configs import user_errors
     from tools.tiny import build
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running or mounted
-    out, rng = Path(args.out).absolute(), random.Random(args.seed)
+    rng = random.Random(args.seed)
     with user_errors("chaos.py"):
-        require(not out.exists() or out.is_dir() and not any(out.iterdir()), f"{out} is not empty",
-                "--out with a folder that is new or empty")
+        out = new_folder(args.out)
         args.base = build(args.base)
     out.mkdir(parents=True, exist_ok=True)
     args.namespaces = make_namespaces(args.nodes)
@@ -662,12 +659,11 @@ def main() -> None:
             remove(folder)
         else:
             row["folder"] = str(folder)
-        print(json.dumps(row), flush=True)
+        say(row)
     done = [row for row in rows if "skipped" not in row]
     bad = sum("wrong" in row for row in done)
-    print(json.dumps({"runs": args.runs, "ok": len(done) - bad, "skipped": len(rows) - len(done),
-                      "phases": Counter(row["phase"] for row in done),
-                      "faults": Counter(row["fault"] for row in done)}))
+    say({"runs": args.runs, "ok": len(done) - bad, "skipped": len(rows) - len(done),
+         "phases": Counter(row["phase"] for row in done), "faults": Counter(row["fault"] for row in done)})
     if not bad:
         shutil.rmtree(out)  # which this program filled
     sys.exit(bad > 0)

@@ -1,6 +1,6 @@
 r"""Measures equality: right answers refused and wrong answers accepted, in percent and by category.
 
-    python bench/equality.py [--before c69980a] [--failures] [--unseen] [--draws 4]
+    python -m bench.equality [--before c69980a] [--failures] [--unseen] [--draws 4]
 
 The pairs are those of bench/equality_pairs.py ("seen" and "unseen") and of bench/equality_foreign.jsonl: 794
 written by another hand ("foreign"), then 204 written before the second work on the equality ("second"). Three
@@ -13,7 +13,6 @@ Writes bench/results/equality.md and .json with --unseen, and prints one JSON li
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -26,10 +25,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
-
-from bench.equality_pairs import Pair, pairs  # noqa: E402
+from bench.common import RESULTS, ROOT, arguments, markdown, say
+from bench.equality_pairs import Pair, pairs
+from grading.answers import grade
 
 SECONDS = 5  # CPU seconds for one pair; after them its verdict is False
 
@@ -44,7 +42,7 @@ class Late(BaseException):
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
     """The function `grade` of reward.py as of a commit."""
-    source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=HERE.parent, text=True)
+    source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward_before.py")
         path.write_text(source)
@@ -90,7 +88,7 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 def foreign() -> list[Pair]:
     """The pairs of bench/equality_foreign.jsonl. A category begins with the part: `foreign integer`."""
     found = []
-    for line in (HERE / "equality_foreign.jsonl").read_text().splitlines():
+    for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)
         name = row["category"] if row["category"].startswith("second ") else f"foreign {row['category']}"
         found.append(Pair(name, row["answer"], row["gold"], row["right"], unseen=False))
@@ -113,7 +111,7 @@ def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
     """Markdown: per category and grader `refused / accepted`, and the sums of PARTS."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
-    lines = [f"| category | right | wrong | {' | '.join(verdicts)} |", f"|{'---|' * (3 + len(verdicts))}"]
+    lines = []
     for name, chosen in groups.items():
         some = [p for p, c in zip(cases, chosen, strict=True) if c]
         cells = []
@@ -121,20 +119,13 @@ def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
             percent = count(some, [v for v, c in zip(of, chosen, strict=True) if c])
             cells.append(f"{percent['refused']} / {percent['accepted']}")
         right = sum(p.same for p in some)
-        lines.append(f"| {name} | {right} | {len(some) - right} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append((name, right, len(some) - right, *cells))
+    return markdown(("category", "right", "wrong", *verdicts), lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", default="c69980a", help="a commit whose reward.py has the equality")
-    parser.add_argument("--draws", type=int, default=4, help="gold answers of each category")
-    parser.add_argument("--failures", action="store_true")
-    parser.add_argument("--unseen", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__, before="c69980a", draws=4, failures=False, unseen=False)
     logging.disable(logging.WARNING)
-    from grading.answers import grade
-
     cases = [p for p in [*pairs(args.draws), *foreign()] if args.unseen or not p.unseen]
     parts = [name for name in PARTS if args.unseen or name != "unseen"]
     graders = {"after": grade}
@@ -145,7 +136,7 @@ def main() -> None:
     for name, of in figures.items():
         for which, percent in of.items():
             total = sum(part(p) == which for p in cases)
-            print(json.dumps({"bench": "equality", "grader": name, "part": which, "pairs": total, **percent}))
+            say({"bench": "equality", "grader": name, "part": which, "pairs": total, **percent})
     if args.failures:
         for p, v in zip(cases, verdicts["after"], strict=True):
             if p.same != v and not p.unseen:
@@ -153,8 +144,8 @@ def main() -> None:
     if args.unseen:
         report = table(cases, verdicts)
         head = "Right answers refused / wrong answers accepted, in percent: `bench/equality.py --unseen`.\n\n"
-        (HERE / "results" / "equality.md").write_text(head + report)
-        (HERE / "results" / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (RESULTS / "equality.md").write_text(head + report)
+        (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)
 
 

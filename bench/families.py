@@ -1,6 +1,6 @@
 """How far each supported family is from transformers' own model: log-probs, gradients, engines, exports.
 
-    python bench/families.py [--only granite cohere …] [--no-vllm]
+    python -m bench.families [--only granite cohere …] [--no_vllm]
 
 Every model of tests/families.py: two layers, random weights, fp32, no default values. Prints one JSON line a
 model, and writes bench/results/families.json and families.md. With --only the other models keep their rows.
@@ -11,7 +11,6 @@ Exit status 1 if a difference is over its limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,9 +18,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent), str(HERE.parent / "tests")] + [p for p in sys.path if p != str(HERE)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from bench.common import RESULTS, ROOT, arguments, environment, markdown, say
+
+sys.path.append(str(ROOT / "tests"))
+import families
 
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}  # nats; shares of a norm; nats; values
@@ -30,8 +34,6 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
     """The largest differences of the model in a folder, by the names of LIMITS. A text says why a number is
     missing."""
-    import families
-
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -42,8 +44,8 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 def in_own_process(path: str) -> float | str:
     """compare_engine with vLLM, which allows one engine a process. Text: its error."""
-    env = os.environ | dict(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
-    done = subprocess.run([sys.executable, __file__, "--vllm_engine", path], env=env, text=True,
+    env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
+    done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
@@ -52,49 +54,32 @@ def in_own_process(path: str) -> float | str:
     return f"not run: {errors[-1].strip() if errors else f'exit status {done.returncode}'}"
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown: a line a model, with its largest differences."""
-    head = ["model", *LIMITS]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows:
-        cells = [f"{v:.1e}" if isinstance(v, float) else v for v in (row[name] for name in LIMITS)]
-        lines.append(f"| {' | '.join([row['model'], *cells])} |")
-    return "\n".join(lines) + "\n"
-
-
 def save(rows: list[dict], names: list[str]) -> str:
     """Write the results, in the order of `names`. Models that were not measured this time keep their earlier
-    row. Returns the table."""
-    import torch
-
-    file = HERE / "results" / "families.json"
+    row. Returns the table, a line a model."""
+    file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}
     rows = [by_name[name] for name in names if name in by_name]
     figures = {"torch": torch.__version__, "limits": LIMITS, "models": rows}
     file.write_text(json.dumps(figures, indent=1) + "\n")
-    file.with_suffix(".md").write_text(table(rows))
-    return table(rows)
+    cells = [[f"{x:.1e}" if isinstance(x, float) else x for x in (row[n] for n in ("model", *LIMITS))]
+             for row in rows]
+    file.with_suffix(".md").write_text(markdown(("model", *LIMITS), cells))
+    return file.with_suffix(".md").read_text()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="names of models")
-    parser.add_argument("--no-vllm", action="store_true")
-    parser.add_argument("--vllm_engine", metavar="FOLDER", help="measure vLLM on one folder, here")
-    args = parser.parse_args()
-    import families
-    import torch
-
+    args = arguments(__doc__, only=(), no_vllm=False, vllm_engine="")
     torch.set_num_threads(1)
     if args.vllm_engine:
-        print(json.dumps(families.compare_vllm([args.vllm_engine])[0]), flush=True)
+        say(families.compare_vllm([args.vllm_engine])[0])
         os._exit(0)  # without vLLM's exit handlers, which wait
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only or families.MODELS:
             rows.append({"model": name} | measure(families.make(Path(folder), name), not args.no_vllm))
-            print(json.dumps(rows[-1]), flush=True)
+            say(rows[-1])
     print(save(rows, [*families.MODELS]))
     sys.exit(any(isinstance(row[name], float) and row[name] > limit
                  for row in rows for name, limit in LIMITS.items()))

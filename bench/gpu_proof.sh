@@ -32,7 +32,7 @@ if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d)
     trap 'rm -rf "$WORK"' EXIT
 fi
-[ -f "$WORK/model/train.jsonl" ] || "$PYTHON" bench/shape.py "$WORK/model" --size 0.5b
+[ -f "$WORK/model/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/model" --size 0.5b
 failed=
 for part in $parts; do
     echo "--- $part" >&2
@@ -46,12 +46,12 @@ for part in $parts; do
                 tail -n 1 "$WORK/smoke.out" | tee -a "$results/smoke.jsonl"
             done
         fi
-        [ -f "$WORK/tiny/train.jsonl" ] || "$PYTHON" bench/shape.py "$WORK/tiny" --size tiny
-        "$PYTHON" bench/rollout.py --model "$WORK/tiny" --engine vllm --tokens 64 --rounds 3 > "$WORK/tiny.out" || failed="$failed smoke"
+        [ -f "$WORK/tiny/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/tiny" --size tiny
+        "$PYTHON" -m bench.rollout --model "$WORK/tiny" --engine vllm --tokens 64 --rounds 3 > "$WORK/tiny.out" || failed="$failed smoke"
         tee -a "$results/smoke.jsonl" < "$WORK/tiny.out"
         ;;
     rollout)
-        "$PYTHON" bench/rollout.py --model "$WORK/model" --engine vllm --prompts 64 --samples 8 --tokens 512 > "$WORK/rollout.out" ||
+        "$PYTHON" -m bench.rollout --model "$WORK/model" --engine vllm --prompts 64 --samples 8 --tokens 512 > "$WORK/rollout.out" ||
             failed="$failed rollout"
         tee "$results/rollout.jsonl" < "$WORK/rollout.out"
         ;;
@@ -66,13 +66,13 @@ for part in $parts; do
             cp "$WORK/run/metrics.jsonl" "$results/train.jsonl"
             grep -A 10 'self-check\|memory (GiB)' "$WORK/train.out" > "$results/train-memory.txt" || true
         fi
-        "$PYTHON" bench/verdict.py "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
+        "$PYTHON" -m bench.verdict "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
         tee "$results/verdict.jsonl" < "$WORK/verdict.out"
         ;;
     recompute)
         : > "$results/recompute.jsonl"
         for how in none 0 999; do
-            "$PYTHON" bench/train.py --size 0.5b --pack 16384 --segment 1024 --recompute "$how" > "$WORK/recompute.out" ||
+            "$PYTHON" -m bench.train --size 0.5b --pack 16384 --segment 1024 --recompute "$how" > "$WORK/recompute.out" ||
                 failed="$failed recompute-$how"
             tee -a "$results/recompute.jsonl" < "$WORK/recompute.out"
         done

@@ -1,6 +1,6 @@
 """Measures the grader: typical answers per second, and whether 1,000 hostile answers do any harm.
 
-    python bench/grading.py [--count 4096] [--workers 2] [--hostile 1000]
+    python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
 Typical: pairs of answer and gold answer as in mathematical data sets (integers and decimals, fractions,
 expressions, intervals, sets and tuples, words and units). No two pairs are equal, so no grade is remembered.
@@ -12,19 +12,16 @@ Prints one JSON line per figure. Exit status 1 if a typical answer gets a wrong 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
 import time
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent), str(HERE.parent / "tests")] + [p for p in sys.path if p != str(HERE)]
-
+from bench.common import ROOT, arguments, say
 from grading import worker
-from grading.worker import Grader  # noqa: E402
+from grading.worker import Grader
+
+sys.path.append(str(ROOT / "tests"))
 
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
@@ -69,11 +66,11 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
     seconds = time.perf_counter() - start
     wrong = [(answer, gold, grades[i].reason) for i, (answer, gold, same) in enumerate(cases)
              if grades[i].reason != ("correct" if same else "wrong")]
-    print(json.dumps({
+    say({
         "bench": "grading", "figure": "typical", "answers": count, "workers": workers,
         "a_second": round(count / seconds), "math_verify_a_second": round(to_workers / seconds),
         "share_for_math_verify": round(to_workers / count, 2), "graded_otherwise": len(wrong),
-        "examples": wrong[:5]}), flush=True)
+        "examples": wrong[:5]})
     return not wrong
 
 
@@ -92,19 +89,15 @@ def bench_hostile(grader: Grader, count: int) -> bool:
     passed = len(reasons) - sum(harmless.values())
     grader.submit("after", box("x+7"), "7+x", True)
     works = grader.results()["after"].reason == "correct"
-    print(json.dumps({
+    say({
         "bench": "grading", "figure": "hostile", "answers": len(texts),
         "seconds": round(time.perf_counter() - start, 1), "passed": passed, "grades_on": works, **harmless,
-        "descriptors_before": before, "descriptors_after": after}), flush=True)
+        "descriptors_before": before, "descriptors_after": after})
     return works and not passed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=4096)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--hostile", type=int, default=1000)
-    args = parser.parse_args()
+    args = arguments(__doc__, count=4096, workers=2, hostile=1000)
     with Grader(args.workers) as grader:
         grader.submit("warm", box(r"\frac{1}{2}x"), r"\frac{x}{2}", True)
         grader.results()

@@ -1,6 +1,6 @@
 """How much host memory loading a model takes: each rank must read its own slices, not the whole model.
 
-    python bench/loading.py [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters
+    python -m bench.loading [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters
 
 Loads a policy as train.py does: built without memory, sharded, then filled from the safetensors files (2 GB
 of disk). For each rank: the peak of its memory while it loads minus the memory before, divided by its share
@@ -10,8 +10,6 @@ allocated. Pages of the mapped files, which the kernel may take back, are counte
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,8 +18,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]
+from bench.common import TORCHRUN, arguments, environment, say
+from bench.shape import build
 
 
 def memory() -> dict[str, float]:
@@ -54,30 +52,22 @@ def load(folder: str) -> None:
     shape, count = read_shape(folder), sum(p.numel() for p in policy.parameters())
     share, layer = 4 * count / world.size / 2**30, 4 * shape.layer / 2**30
     used, bound = peak["anonymous"] - before["anonymous"], 1.3 * share + layer
-    print(json.dumps({
+    say({
         "bench": "loading", "rank": world.rank, "ranks": world.size, "parameters": count,
         "seconds": round(seconds, 1), "share_gib": round(share, 3), "peak_gib": round(used, 3),
         "by_share": round(used / share, 3), "bound_gib": round(bound, 3), "within": used <= bound,
-        "file_pages_gib": round(peak["files"] - before["files"], 3)}), flush=True)
+        "file_pages_gib": round(peak["files"] - before["files"], 3)})
     dist.gather(None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1.5b")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", default="runs/loading")
-    args = parser.parse_args()
+    args = arguments(__doc__, size="1.5b", layers=16, ranks=2, folder="runs/loading")
     if "RANK" in os.environ:
         return load(args.folder)
     if not (Path(args.folder) / "train.jsonl").exists():
-        from bench.shape import build
-
         build(args.folder, args.size, layers=args.layers)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(args.ranks), __file__, "--folder", args.folder]
-    sys.exit(subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    command = [sys.executable, *TORCHRUN, str(args.ranks), "-m", "bench.loading", "--folder", args.folder]
+    sys.exit(subprocess.call(command, env=environment()))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Rehearses the production layout on one machine, with the tiny model.
 
-    python bench/rehearse.py [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
+    python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
 Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. Then 8 ranks with the
 debug layout resume and train two more. This tests what fails first on a cluster: the rendezvous of four
 agents, 32 ranks in one mesh, a sharded save, a resume on another number of ranks. Prints one JSON line a
-phase: seconds, and by how much the machine's available memory fell, in GiB.
+phase: seconds, and by how much the machine's available memory fell, in GiB. --out, a new or empty folder, is
+removed at the end.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shutil
 import socket
 import subprocess
@@ -20,8 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.common import ROOT, arguments, environment, new_folder, say
+from configs import user_errors
+from log import read_metrics
 
 
 def available_gb() -> float:
@@ -35,9 +34,8 @@ def phase(name: str, commands: list[list[str]], out: Path) -> None:
     """Runs the commands side by side and prints what they took. Ends this program if one fails."""
     before = lowest = available_gb()
     began = time.monotonic()
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]
-    agents = [subprocess.Popen(c, cwd=ROOT, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    agents = [subprocess.Popen(c, cwd=ROOT, env=environment(), stdout=log.open("w"), stderr=subprocess.STDOUT)
               for c, log in zip(commands, logs, strict=True)]
     while any(agent.poll() is None for agent in agents):
         lowest = min(lowest, available_gb())
@@ -45,8 +43,8 @@ def phase(name: str, commands: list[list[str]], out: Path) -> None:
     codes = [agent.returncode for agent in agents]
     if any(codes):
         sys.exit(f"rehearse.py: {name} ended with {codes}; see {', '.join(map(str, logs))}")
-    print(json.dumps({"bench": "rehearse", "phase": name, "seconds": round(time.monotonic() - began),
-                      "memory_gb": round(before - lowest, 1)}), flush=True)
+    say({"bench": "rehearse", "phase": name, "seconds": round(time.monotonic() - began),
+         "memory_gb": round(before - lowest, 1)})
 
 
 def free_port() -> int:
@@ -56,16 +54,9 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", default="runs/tiny-base-0")
-    parser.add_argument("--out", default="runs/rehearse", help="a new or empty folder; removed at the end")
-    args = parser.parse_args()
-    from configs import require, user_errors
-
-    out = Path(args.out).absolute()
+    args = arguments(__doc__, base="runs/tiny-base-0", out="runs/rehearse")
     with user_errors("rehearse.py"):
-        require(not out.exists() or out.is_dir() and not any(out.iterdir()), f"{out} is not empty",
-                "--out with a folder that is new or empty")
+        out = new_folder(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
 
     def torchrun(layout: str, steps: int, *where: str) -> list[str]:
@@ -78,13 +69,11 @@ def main() -> None:
                "--rdzv-endpoint", f"localhost:{free_port()}")
     phase("production", [torchrun("production", 2, *cluster)] * 4, out)
     phase("debug", [torchrun("debug", 4, "--standalone")], out)
-    from log import read_metrics
-
     rows = [r for r in read_metrics(out) if "reward" in r]
     text = (out.parent / f"{out.name}-debug-0.log").read_text()
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and "resumed after 2 steps" in text, rows
-    print(json.dumps({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
-                      "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True}))
+    say({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
+         "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True})
     shutil.rmtree(out)  # which this program made
 
 

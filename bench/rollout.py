@@ -1,6 +1,6 @@
 """Measures an engine: sampling speed against bare vLLM and against a limit, and waking, syncing and sleeping.
 
-    python bench/rollout.py --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
+    python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
 The engine and the trainer's policy are in one process, as in train.py. Figures are medians over the rounds
@@ -11,7 +11,6 @@ read the weights and the cached keys and values once, at the bandwidth of a larg
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -19,15 +18,11 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [
-    p for p in sys.path if p != str(HERE)
-]  # bench/rollout.py is not rollout.py
-
 import torch
 
 import dist
 import model
+from bench.common import arguments, say
 from bench.limits import copy_bandwidth
 from configs import PRESETS
 from data import load_problems
@@ -90,12 +85,8 @@ def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="runs/tiny-base-0")
-    parser.add_argument("--engine", choices=("auto", *ENGINES), default="auto")
-    for name, value in dict(prompts=16, samples=8, tokens=256, rounds=5).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
+    args = arguments(__doc__, model="runs/tiny-base-0", engine="auto", prompts=16, samples=8, tokens=256,
+                     rounds=5)
     world, total = dist.init(), args.prompts * args.samples
     cfg = replace(PRESETS["orz-0.5b-1gpu"], model=args.model, template="plain", engine=args.engine, stop=(),
                   max_prompt_len=64, max_response_len=args.tokens, max_num_seqs=min(total, 512))
@@ -117,8 +108,7 @@ def main() -> None:
              "model": Path(args.model).name, "responses": total, "tokens": args.tokens}
     limit = speed_limit(engine, prompts, args, bandwidth)
     for figure, values in summary(rounds[1:], bandwidth, limit).items():
-        rounded = {k: float(f"{v:.4g}") for k, v in values.items()}
-        print(json.dumps(facts | {"figure": figure} | rounded), flush=True)
+        say(facts | {"figure": figure} | {k: float(f"{v:.4g}") for k, v in values.items()})
 
 
 if __name__ == "__main__":

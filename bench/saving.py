@@ -1,7 +1,7 @@
 """What checkpoints cost a run: blocks of five steps of the demo with a save against blocks without one, in
 one run.
 
-    torchrun --standalone --nproc-per-node 2 bench/saving.py --model runs/tiny-base-0 [--pairs 20] [--out
+    torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20] [--out
     runs/saving]
 
 The training waits for the copy to host memory (`waits_s`). The files are written beside the steps; what that
@@ -11,16 +11,16 @@ which other programs on the machine change less. Prints one JSON line. """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import dist
+import train
+from bench.common import arguments, new_folder, say
+from configs import PRESETS, user_errors
+
 BLOCK = 5  # steps between saves
 
 
@@ -37,25 +37,14 @@ def differences(blocks: dict[bool, list[float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="runs/tiny-base-0")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--preset", default="tiny-ppo")
-    parser.add_argument("--out", default="runs/saving", help="a new or empty folder; removed at the end")
-    args = parser.parse_args()
-    import dist
-    import train
-    from configs import PRESETS, require, user_errors
-
-    out = Path(args.out).absolute()
+    args = arguments(__doc__, model="runs/tiny-base-0", pairs=20, preset="tiny-ppo", out="runs/saving")
     still = 1e-30  # a learning rate that moves no weight, so that every block does the same work
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
     dist.init()
     with user_errors("saving.py"):
-        dist.together(lambda: require(not out.exists() or out.is_dir() and not any(out.iterdir()),
-                                      f"{out} is not empty", "--out with a folder that is new or empty"))
+        out = dist.together(lambda: new_folder(args.out))
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
@@ -75,7 +64,7 @@ def main() -> None:
     usual, found = statistics.median(seconds[False]), differences(seconds)
     kept, kept_cpu = middle(found), middle(differences(cpu))
     if run.world.main:
-        print(json.dumps({
+        say({
             "bench": "saving", "preset": args.preset, "ranks": run.world.size, "pairs": args.pairs,
             "block_s_without": round(usual, 3),
             "block_s_with": round(statistics.median(seconds[True]), 3),
@@ -86,7 +75,7 @@ def main() -> None:
             "difference_share": round(statistics.mean(kept), 4),
             "difference_stderr": round(statistics.stdev(kept) / len(kept) ** 0.5, 4),
             "cpu_share": round(statistics.mean(kept_cpu), 4),
-            "cpu_stderr": round(statistics.stdev(kept_cpu) / len(kept_cpu) ** 0.5, 4)}))
+            "cpu_stderr": round(statistics.stdev(kept_cpu) / len(kept_cpu) ** 0.5, 4)})
     run.grader.close()
     run.log.close()
     run.lock.release()

@@ -1,6 +1,6 @@
 """Writes a model folder with a real model's shape and random weights, for machines without network.
 
-    python bench/shape.py OUT [--size 0.5b]
+    python -m bench.shape OUT [--size 0.5b]
 
 The folder also has sums to train on (train.jsonl). The tokenizer is the demo's, which knows bytes only. The
 vocabulary has the shape's own size, so most tokens that such a model samples have no text.
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 

@@ -1,7 +1,7 @@
 """Measures whole steps of training: seconds of each phase, samples and tokens a second, MFU, memory.
 
-    python bench/step.py tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
-    torchrun --standalone --nproc-per-node 2 bench/step.py tiny-ppo …
+    python -m bench.step tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
+    torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
 Runs the loop of train.py and takes all its flags. By default: 12 steps, no evaluation, no saves. Figures are
 medians over the steps after the third, from the run's metrics. `mfu` is the share of the FLOP a second that
@@ -10,17 +10,18 @@ a matrix product reaches on this device. Prints one JSON line a figure.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
-
+import dist
+import train
+from bench.common import say
+from bench.limits import device_name, matmul_flops
 from configs import Config, parse, require, user_errors
+from log import read_metrics
 
 WARMUP = 3  # steps that are not measured
 PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample or run the models
@@ -57,11 +58,6 @@ def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str,
 def main() -> None:
     defaults = ["--eval_every", "0", "--save_every", "0", "--steps", "12"]
     cfg = parse([*sys.argv[1:2], *defaults, *sys.argv[2:]], "step.py")
-    import dist
-    import train
-    from bench.limits import device_name, matmul_flops
-    from log import read_metrics
-
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     peak = matmul_flops(world.device, world.dtype)
     with tempfile.TemporaryDirectory() as own_folder:
@@ -78,8 +74,7 @@ def main() -> None:
     facts = {"bench": "step", "device": device_name(world.device), "ranks": world.size, "algo": cfg.algo,
              "model": Path(cfg.model).name, "samples": cfg.samples_per_step, "pack_len": cfg.pack_len}
     for name, values in figures(rows, cfg, world.size, peak).items():
-        rounded = {k: float(f"{v:.4g}") for k, v in values.items()}
-        print(json.dumps(facts | {"figure": name} | rounded), flush=True)
+        say(facts | {"figure": name} | {k: float(f"{v:.4g}") for k, v in values.items()})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Seconds of rollouts with a few long responses: sampled whole, in rounds (--round_len), carried (--carry).
 
-    python bench/tail.py                # a simulator: orz-7b and orz-32b on 32 H100, by the plan's speeds
-    python bench/tail.py --measure      # the trainer on a long-tailed task on this machine, 20 minutes on two
+    python -m bench.tail                # a simulator: orz-7b and orz-32b on 32 H100, by the plan's speeds
+    python -m bench.tail --measure      # the trainer on a long-tailed task on this machine, 20 minutes on two
                                         # cores, and the simulator beside it
 
 The simulator knows the engines' cost of a decoding step by batch and context, and a distribution of lengths.
@@ -36,11 +36,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not bench/, which has other files of the same names
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
 
 import dist
+from bench.common import ROOT
 from bench.vs_trl import MALLOC
 from configs import PRESETS, Config
 from data import prompt_form, step_of

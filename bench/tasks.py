@@ -1,6 +1,6 @@
 """Pretrains base models for other tasks than the demo's, and for chat recipes.
 
-    python bench/tasks.py OUT --task chain [--seed 0]  # or: tasks.build("OUT", "chain")
+    python -m bench.tasks OUT --task chain [--seed 0]  # or: tasks.build("OUT", "chain")
 
 | task | problem | response |
 |---|---|---|
@@ -21,11 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import OPEN_R1_SYSTEM, user_errors
 from tools import tiny

@@ -1,6 +1,6 @@
 """Measures the trainer's phases alone: synthetic packs, and a model of any shape with random weights.
 
-    python bench/train.py [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
+    python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
                           [--recompute none] [--layers 0] [--vocab 0]    # 0: the shape's own
 
 The phases: log-probs without gradients, a policy update, a critic update, and the head alone (log-probs and
@@ -19,22 +19,16 @@ Prints one JSON line a phase, with medians over the rounds after the first:
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
-
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(HERE.parent)] + [p for p in sys.path if p != str(HERE)]  # bench/train.py is not train.py
 
 import numpy as np
 import torch
 
 import dist
 import ppo
+from bench.common import arguments, say
 from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
@@ -128,7 +122,7 @@ class Phases:
         """Print a JSON line on rank 0, numbers with four digits."""
         if self.world.main:
             rounded = {k: v if isinstance(v, str) else float(f"{v:.4g}") for k, v in row.items()}
-            print(json.dumps(self.facts | rounded), flush=True)
+            say(self.facts | rounded)
 
     def measure(self, name: str, work, flop: float, moved: float, tokens: int) -> None:
         """Measure work(), which takes `flop` FLOP for `tokens` tokens, and reads and writes `moved` bytes."""
@@ -177,12 +171,8 @@ def measure_head(phases: Phases, config, p: Pack) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="tiny", help="a shape that bench/shape.py knows")
-    for name, value in dict(pack=4096, segment=512, packs=2, layers=0, vocab=0, rounds=5).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--recompute", default="none", help="none, or a number of layers")
-    args = parser.parse_args()
+    args = arguments(__doc__, size="tiny", pack=4096, segment=512, packs=2, layers=0, vocab=0, rounds=5,
+                     recompute="none")
     world, config = dist.init(), config_of(args.size, args.layers, args.vocab)
     packs = [synthetic_pack(args.pack, args.segment, config.vocab_size, world.device, 100 * world.rank + i)
              for i in range(args.packs)]

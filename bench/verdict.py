@@ -1,18 +1,16 @@
 """Checks a run's engine by its metrics. Prints one JSON line a demand; exit status 0 if all are met.
 
-    python bench/verdict.py runs/NAME/metrics.jsonl [--steps 20]
+    python -m bench.verdict runs/NAME/metrics.jsonl [--steps 20]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from bench.common import say
 from configs import read_jsonl
 
 
@@ -42,8 +40,7 @@ def main() -> None:
     found = [("steps trained (at least)", len(rows), args.steps, len(rows) >= args.steps)]
     found += [(demand, value, bound, value <= bound) for demand, (value, bound) in at_most.items()]
     for demand, value, bound, met in found:
-        row = {"bench": "verdict", "demand": demand, "found": round(value, 5), "bound": bound, "met": met}
-        print(json.dumps(row))
+        say({"bench": "verdict", "demand": demand, "found": round(value, 5), "bound": bound, "met": met})
     sys.exit(not all(met for *_, met in found))
 
 

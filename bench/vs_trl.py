@@ -1,6 +1,6 @@
 """Runs the same GRPO job in torz and in TRL, and compares samples a second, memory and reward.
 
-    python bench/vs_trl.py [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
+    python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
 Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at
 most 64 tokens, temperature 1, one update a step, the same learning rate, no KL term. Tasks:
@@ -23,6 +23,9 @@ one environment share them, and sides in two environments do not.
 torz and trl_tuned get the settings of glibc's allocator that the Makefile exports and README names: a
 process keeps the memory that it frees. trl gets none, because it runs as it comes.
 
+--trl_python, --trl_ranks: TRL's interpreter and ranks. --ranks, --dtype: torz's. --base: the model's folder,
+made if it is missing. --side, --seed and --out are for this program's own processes.
+
 Prints one JSON line a side. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
 """
 
@@ -41,8 +44,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.common import RESULTS, arguments, say, torchrun
+
 SIDES = ("torz", "trl", "trl_tuned")
 MARK = "vs_trl: "  # starts the lines in which a side reports a step
 TURN = 4  # steps
@@ -92,31 +95,12 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
         turns.step(metrics["reward"])
 
     log.Logger.step = step
-    train.main(
-        replace(
-            PRESETS["tiny-grpo"],
-            model=base,
-            data=(f"{base}/train.jsonl",),
-            reward=(f"{out}/reward.py:{reward}",),
-            go=True,
-            seed=seed,
-            dtype=dtype,
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=SAMPLES,
-            max_response_len=TOKENS,
-            pack_len=8192,
-            stop=(),
-            steps=steps,
-            policy_lr=LR,
-            betas=BETAS,
-            lr_decay="constant",
-            warmup_updates=0,
-            weight_decay=0.0,
-            eval_every=0,
-            save_every=0,
-            out=f"{out}/run",
-        )
-    )
+    train.main(replace(
+        PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), go=True, seed=seed, dtype=dtype,
+        reward=(f"{out}/reward.py:{reward}",), out=f"{out}/run", prompts_per_step=PROMPTS,
+        samples_per_prompt=SAMPLES, max_response_len=TOKENS, pack_len=8192, stop=(), steps=steps,
+        policy_lr=LR, betas=BETAS, lr_decay="constant", warmup_updates=0, weight_decay=0.0, eval_every=0,
+        save_every=0))
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
@@ -218,11 +202,9 @@ class Job:
         inherited = {name: value for name, value in os.environ.items() if name not in MALLOC}
         env = inherited | ({} if side == "trl" else MALLOC) | {
             "OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval", "1",
-                    "--nproc-per-node", str(ranks)]
-        command = [python, *(torchrun if ranks > 1 else []), __file__, "--side", side, "--base", base,
-                   "--task", args.task, "--steps", str(args.steps), "--seed", str(seed), "--out", out,
-                   "--dtype", args.dtype]
+        command = [python, *torchrun(ranks, "-m", "bench.vs_trl", "--side", side, "--base", base, "--task",
+                                     args.task, "--steps", args.steps, "--seed", seed, "--out", out,
+                                     "--dtype", args.dtype)[1:]]
         Path(out, "reward.py").write_text(REWARD)
         with open(f"{out}/log", "w") as log:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -265,7 +247,7 @@ def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
             job.turn()
     figures = {job.side: job.end() for job in jobs}
     for row in figures.values():
-        print(json.dumps({k: v for k, v in row.items() if k != "rewards"}), flush=True)
+        say({k: v for k, v in row.items() if k != "rewards"})
     return figures
 
 
@@ -286,19 +268,8 @@ def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--task", choices=("sums", "digits"), default="sums")
-    parser.add_argument("--base", help="the model's folder; it is made where there is none")
-    parser.add_argument("--trl_python", default=sys.executable, help="the interpreter that has trl")
-    parser.add_argument("--trl_ranks", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=1, help="of torz")
-    parser.add_argument("--dtype", default="float32", help="of torz")
-    parser.add_argument("--side", choices=SIDES, help="run one side in this process; used by this program")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
+    args = arguments(__doc__, pairs=5, steps=24, task="sums", base="", trl_python=sys.executable, trl_ranks=1,
+                     ranks=1, dtype="float32", side="", seed=0, out="")
     base = args.base or f"runs/vs-trl-{args.task}"
     reward = {"sums": "exact", "digits": "digits"}[args.task]
     if args.side == "torz":
@@ -315,9 +286,8 @@ def main() -> None:
         build(base, "tiny")
     pairs = [run_pair(args, base, seed) for seed in range(args.pairs)]
     result = summary(pairs, args)
-    print(json.dumps(result))
-    file = ROOT / f"bench/results/vs_trl-{args.task}.json"
-    file.write_text(json.dumps(result | {"runs": pairs}) + "\n")
+    say(result)
+    (RESULTS / f"vs_trl-{args.task}.json").write_text(json.dumps(result | {"runs": pairs}) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,13 +40,13 @@ TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "
 # What is not run here, and why. Everything else that the docs tell people to type is run.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
-    "python bench/tasks.py": "takes a minute; test_turns.py makes such a model",
+    "python -m bench.tasks": "takes a minute; test_turns.py makes such a model",
     "make gsm8k": "needs a GPU and hours; test_recipes.py takes a step at its shapes",
     "make test": "this is it",
     "make rehearse": "takes 33 processes and minutes",
     "make chaos": "takes twenty runs",
-    "python bench/chaos.py": "takes twenty runs or more",
-    "python bench/ablations.py": "takes hours; test_ablations.py checks its parts",
+    "python -m bench.chaos": "takes twenty runs or more",
+    "python -m bench.ablations": "takes hours; test_ablations.py checks its parts",
     "make bench": "takes half an hour, and nothing else may run",
     "pip install": "needs a network; the file that it names is looked up below",
     "ruff check": "make test runs it",

@@ -1,10 +1,10 @@
 """Compares the memory that tools/plan.py plans with what torch takes from a CUDA driver, case by case.
 
-    sh NULLGPU/run.sh python bench/nullgpu/memory.py [--only 7B …]
+    sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
 NULLGPU: see trainer.py, which runs once for each case and each --recompute. Writes
 bench/results/nullgpu-memory.json, and the same as a table to nullgpu-memory.md. A case takes 20 to 60 s; with
---only the other cases keep their rows.
+--only, words of cases, the others keep their rows.
 
     layers      that are recomputed in whole; `none`: nothing is recomputed
     planned     GiB by tools/plan.py, without an engine and NCCL's buffers, which this process does not have
@@ -19,20 +19,16 @@ Exit status 1 where the plan is below the driver's peak or over 8 % above it, wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
 
 import configs
+from bench.common import RESULTS, arguments, markdown
 from tools import plan
 
-RESULTS = HERE.parent / "results" / "nullgpu-memory.json"
+FILE = RESULTS / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # name and GiB
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
 BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
@@ -75,7 +71,7 @@ def measure(name: str, recompute: str) -> list[dict]:
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
-    command = [sys.executable, str(HERE / "trainer.py"), *flags]
+    command = [sys.executable, "-m", "bench.nullgpu.trainer", *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     head, *lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
@@ -115,29 +111,26 @@ def wrong(row: dict) -> str:
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
-    lines = ["| case | --recompute | phase | layers | planned GiB | allocated | reserved | driver | "
-             "planned / driver | N a token |", "|---|---|---|---|---|---|---|---|---|---|"]
+    lines = []
     for r in rows:
-        cells = [r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"]]
-        cells += [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
-        cells += [f"{r['share']:.3f}", r.get("n_a_token", "")]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
+        lines.append((r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"], *gib,
+                      f"{r['share']:.3f}", r.get("n_a_token", "")))
+    return markdown(("case", "--recompute", "phase", "layers", "planned GiB", "allocated", "reserved",
+                     "driver", "planned / driver", "N a token"), lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], help="words of cases")
-    args = parser.parse_args()
+    args = arguments(__doc__, only=())
     chosen = [name for name in CASES if not args.only or any(word in name for word in args.only)]
-    earlier = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    earlier = json.loads(FILE.read_text())["rows"] if FILE.exists() else []
     by_case = {name: [r for r in earlier if r["case"] == name] for name in CASES}
     for name in chosen:
         by_case[name] = measure(name, "auto") + measure(name, "layers")
         print(table(by_case[name]), flush=True)
         rows = sum(by_case.values(), [])
-        RESULTS.write_text(json.dumps({"bench": "nullgpu-memory", "rows": rows}, indent=1) + "\n")
-        RESULTS.with_suffix(".md").write_text(table(rows))
+        FILE.write_text(json.dumps({"bench": "nullgpu-memory", "rows": rows}, indent=1) + "\n")
+        FILE.with_suffix(".md").write_text(table(rows))
     mistakes = [f"{r['case']}, {r['flag']}, {r['phase']}: {wrong(r)}" for r in rows if wrong(r)]
     sys.exit("\n".join(mistakes) or 0)
 

@@ -1,6 +1,6 @@
 """Runs train.py's `main` with the real vLLM on a CUDA device that computes nothing: PPO, then GRPO.
 
-    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python bench/nullgpu/run.py [--layers 24] [--work DIR]
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
 NULLGPU: see trainer.py here. The model has the shape of Qwen2.5-0.5B, or fewer of its layers. Each algorithm
 runs twice, in processes of their own: two steps with a save after each and an export, then the same command
@@ -36,14 +36,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import nullgpu
 import torch
 
 import ckpt
 import configs
 import dist
+from bench.common import arguments, say
 from bench.shape import build
 from guard.start import model_shapes
 from tools import plan
@@ -55,10 +54,6 @@ TOLERANCE = 0.3  # GiB: cuBLAS workspaces, the packs and metrics of the step
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
-
-
-def say(row: dict) -> None:
-    print(json.dumps(row), flush=True)
 
 
 # --- one process: `main` with its phases measured
@@ -147,9 +142,8 @@ def one_process(argv: list[str]) -> None:
     """`train.main` as the command line `argv` says."""
     cfg = configs.parse(argv, "run.py")
     dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
-    from trainer import HOST, Pageable, host_values
-
     import train
+    from bench.nullgpu.trainer import HOST, Pageable, host_values
     from engines import vllm_engine
 
     no_nccl()
@@ -176,7 +170,8 @@ def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) 
     argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
             "--steps", str(steps), *FLAGS]
     say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})
-    done = subprocess.run([sys.executable, __file__, "--one", *argv], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "bench.nullgpu.run", "--one", *argv]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
     for line in done.stdout.splitlines():
         print(line, file=sys.stdout if line in rows else sys.stderr, flush=True)
@@ -189,11 +184,7 @@ def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=24, help="of the 24 that the shape has")
-    parser.add_argument("--algo", nargs="*", default=["ppo", "grpo"], choices=PRESETS)
-    parser.add_argument("--work", help="a folder to keep; else a temporary one")
-    args = parser.parse_args()
+    args = arguments(__doc__, layers=24, algo=("ppo", "grpo"), work="")
     work = Path(args.work or tempfile.mkdtemp())
     say({"bench": "nullgpu-run", "torch": torch.__version__, "device": torch.cuda.get_device_name()})
     model, good = build(str(work / "model"), "0.5b", layers=args.layers), True

@@ -1,6 +1,6 @@
 """Runs the trainer's host side for one rank of many, on a CUDA device that computes nothing.
 
-    sh NULLGPU/run.sh python bench/nullgpu/trainer.py [--preset orz-7b] [--size 7b] [--world 32] [--packs 1]
+    sh NULLGPU/run.sh python -m bench.nullgpu.trainer [--preset orz-7b] [--size 7b] [--world 32] [--packs 1]
                                                       [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver. It is not in this repository. Its setup.sh installs CUDA builds
@@ -32,13 +32,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import configs
 
@@ -56,6 +51,7 @@ import data
 import dist
 import model
 import train
+from bench.common import say
 from bench.nullgpu.memory import planned
 from bench.shape import config_of
 from log import Meter
@@ -174,10 +170,6 @@ class Pageable(TorchDispatchMode):
             if ends.keys() == {"cpu", "cuda"} and not ends["cpu"].untyped_storage().is_pinned():
                 self.bytes += ends["cpu"].nbytes
         return out
-
-
-def say(row: dict) -> None:
-    print(json.dumps(row), flush=True)
 
 
 def launches(*words: str) -> int:
