@@ -323,8 +323,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The newest checkpoint has lost its mark, and does not count; or half of its largest file: then it may
-    count as unfinished, or the run is refused until it is removed."""
+    """The newest checkpoint has lost its mark, and does not count; or half of its largest file: then the run
+    is refused until the checkpoint is removed."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -339,6 +339,7 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     if any(nodes.wait()) and (folder / "COMPLETE").exists():
         nodes.expected = folder.name
         shutil.rmtree(folder)
+        nodes.had = newest(nodes.out)
     return True
 
 

@@ -193,7 +193,7 @@ def restored(cfg, out) -> dict:
     path = ckpt.find(out, "auto")
     facts = json.loads((path / "state.json").read_text())
     config = dataclasses.asdict(cfg.with_steps(0))
-    step = ckpt.resume(path, models, {"config": config, "problems": facts["problems"]})
+    step = ckpt.resume(path, models, facts | {"config": config})
     tensors = {}
     for name, pair in models.items():
         tensors |= {f"{name}.{k}": full(v) for k, v in ckpt.tensors_of(*pair).items()}

@@ -364,8 +364,7 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
     assert run_ranks(1, ranks.main, cfg) == [""]
     file.write_text(text.replace("9", "8"))
     (message,) = run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=2))
-    assert message == (f"reward file {file} is not what it was when the run started; needed: that version, "
-                       "or another --out")
+    assert f"reward file {file} was edited" in message
     file.write_text(text)
     assert run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=2)) == [""]
 
