@@ -557,11 +557,12 @@ def check_paths(cfg: Config) -> None:
 
 
 def set_allocator() -> None:
-    """Let torch's CUDA allocator grow its segments, unless the user has set it. Before torch is imported.
+    """Set torch's allocator, unless the user has set it. To be called before torch is imported.
 
-    tools/plan.py counts on it: 1 to 3 GiB less are lost in holes, and how many is known."""
+    Its segments on a GPU grow, so 1 to 3 GiB less are lost in holes; tools/plan.py counts on it. On the host
+    it pins the bytes that are needed, and not the next power of 2."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"
 
 
 def check_trackers(cfg: Config) -> None:

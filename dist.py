@@ -1,8 +1,8 @@
 """All use of torch.distributed except checkpoint files: start, shard, gather, exchange, sum, time, stop.
 
 The other files read like single-device code. FSDP2 (fully_shard) shards parameters over all ranks, or within
-groups of `shard_ranks` ranks and replicated across the groups. Gradients are *summed* over ranks: losses are
-already divided by global counts, so the number of ranks does not enter the maths."""
+groups of `shard_ranks` ranks and replicates them across the groups. Gradients are *summed* over ranks: losses
+are already divided by global counts, so the number of ranks does not enter the maths."""
 
 import contextlib
 import datetime
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from configs import UserError, require
 
@@ -51,25 +52,20 @@ class World:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started; without torchrun, be the only rank. Arguments are Config's
-    fields.
-
-    Raises UserError where a rank has no GPU of its own.
-    """
+    """Join the ranks that torchrun started; without torchrun, be the only rank. The arguments are fields of
+    Config. Raises UserError where a rank has no GPU of its own."""
     if "RANK" not in os.environ:  # vLLM's external_launcher reads these variables too
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                                MASTER_PORT=str(s.getsockname()[1]))
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    require(not cuda or local < gpus, f"{gpus} GPUs on {os.uname().nodename}, and each rank takes one",
-            f"torchrun --nproc-per-node {gpus} …" if gpus
-            else "--device cpu, or a CUDA build of torch and a GPU")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if cuda:
-        exact_pinned_memory()
-        torch.cuda.set_device(local)
+        gpus = torch.cuda.device_count()
+        require(local_rank < gpus, f"{gpus} GPUs on {os.uname().nodename}, and each rank takes one",
+                f"at most {gpus} ranks a machine (torchrun --nproc-per-node), or --device cpu")
+        torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
         # Longer than stall_limit: guard.watch must end a stalled phase first, because it prints stacks.
@@ -77,20 +73,11 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
-    return World(rank, size, torch.device(f"cuda:{local}" if cuda else "cpu"), compute)
-
-
-def exact_pinned_memory() -> None:
-    """Let torch pin as many bytes as it is asked for. By default it pins the next power of 2. Has an effect
-    only before this process's first use of the GPU."""
-    option, old_name = "pinned_max_round_threshold_mb:1", "PYTORCH_CUDA_ALLOC_CONF"
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(old_name, "")  # as torch reads them
-    if option not in given:
-        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(filter(None, [given, option]))
+    return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
 
 
 def check_allocator() -> None:
-    """Allocate once, and turn off the growing segments of configs.set_allocator where that is refused.
+    """Allocate once. Turn off the growing segments of configs.set_allocator where torch can't have them.
 
     torch 2.13 asserts an answer of NVML that GPUs before Hopper may not give (PyTorch's issue 186374)."""
     try:
@@ -108,17 +95,13 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
     torchrun's agents keep one store over all restarts (torch 2.13). The addresses of dead ranks stay in it,
     and a restarted rank would wait for them for ever. Restart counts can't tell the generations apart: they
-    differ between nodes. So each rank writes a nonce, and the store's prefix is the hash of all nonces. A
-    rank then writes "read" under the prefix that it computed. When all ranks have, all have computed the same
-    prefix.
+    differ between nodes. So each rank writes a nonce, and the store's prefix is the hash of all nonces. Then
+    the rank writes "read" under its prefix. Once the "read" of every rank is there, all have the same prefix.
 
-    A node that replaces a lost one never learns the address of the agents' store. Only the environment
-    variable in the message below helps. """
+    A node that replaces a lost one can't find the agents' store; docs/cluster.md has the variable that helps.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if rank == 0 and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        print("torchrun will not let a lost node back in; to change that, "
-              "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before it starts")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = td.TCPStore(address, port, is_master=False, timeout=timeout)
     store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
@@ -138,19 +121,19 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     """1-d over all ranks; or 2-d: shard within groups of `shard_ranks` ranks, replicate across the groups."""
-    shards = shard_ranks or world.size
-    shape = (world.size // shards, shards)[shards == world.size:]
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape):])
+    shape, names = (world.size,), ("shard",)
+    if shard_ranks not in (0, world.size):
+        shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
           recompute: int | None = None) -> nn.Module:
     """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; embedding, norm
-    and head are the root's. Weights and reductions are fp32, compute and gathers `dtype`, gradients are
-    summed.
+    and head belong to the root's group. Weights and reductions are fp32, compute and gathers are `dtype`.
 
-    `recompute`: the first so many layers are recomputed in the backward pass (PackModel.recompute). On one
-    rank that computes in fp32 there is nothing to shard or cast, so parameters stay plain tensors."""
+    `recompute`: see PackModel.recompute. A single rank that computes in fp32 has nothing to shard or cast, so
+    its parameters stay plain tensors."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
@@ -163,43 +146,38 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """(name, whole tensor) of every parameter in the compute dtype, one FSDP group at a time.
+    """(name, whole tensor) of every parameter in the compute dtype, one FSDP group at a time. A tied head
+    comes once, as the embedding. A model that waits on the host is on `device` meanwhile.
 
-    A group is gathered once, and freed when the consumer asks for the next group's first tensor. The consumer
-    may keep a tensor no longer than that. Shards that live on the host are on `device` meanwhile."""
-    groups = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)} or {"": model}
-    names = {group: [] for group in groups}
-    for name, _ in model.named_parameters():  # a tied head comes once, as the embedding
-        owners = (g for g in groups if g == "" or name.startswith(g + "."))
-        names[max(owners, key=len)].append(name)
-    on_host = next(model.parameters()).device.type == "cpu"
-    with on_device(model, None, device, offload=on_host):
-        for path, group in groups.items():
-            sharded = isinstance(group, FSDPModule)
+    A group is gathered once. It is freed when the consumer asks for the next group's first tensor, so the
+    consumer may keep a tensor no longer than that."""
+    groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
+    sharded = isinstance(model, FSDPModule)
+    with on_device(model, None, device):
+        for prefix, group in groups.items():
             if sharded:
                 group.unshard()
-            for name in names[path]:
-                yield name, model.get_parameter(name).detach()
+            for name, param in group.named_parameters():
+                if prefix or not name.startswith("model.layers."):
+                    yield prefix + name, param.detach()
             if sharded:
                 group.reshard()
 
 
 @contextlib.contextmanager
-def on_device(model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-              device: Device = "cpu", offload: bool = True) -> Iterator[None]:
-    """Inside: the model's shards and its optimizer's state are on `device`. Afterwards, with `offload`, they
-    are on the host, without gradients. Parameters that a forward pass without a backward pass left gathered
-    are freed.
+def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
+    """Inside: a model that waits on the host, and its optimizer's state, are on `device`. Afterwards they are
+    on the host again, without gradients. A model that is on the device already stays there.
 
-    Without an optimizer nothing may change inside: then no byte is copied back."""
-    moves = torch.device(device).type == "cuda" and offload
+    Without an optimizer the weights may not change inside: they are not copied back."""
+    moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
     try:
         yield
     finally:
         if isinstance(model, FSDPModule):
-            model.reshard()
+            model.reshard()  # a forward pass without a backward pass leaves the root gathered
         if moves:
             model.zero_grad()  # some are left after an exception
             to_host(model, optimizer)
@@ -213,39 +191,33 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:  # torch's functions here import its compiler
         yield
         return
-    fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads it
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-# The host tensors in which a model's weights and its optimizer's state rest, by name.
+# Each model's homes: the host tensors in which its weights and its optimizer's state rest, by name.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
-def tensors_with_homes(model: nn.Module,
-                       optimizer: torch.optim.Optimizer | None) -> list[tuple[Tensor, Tensor]]:
+def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
     """Each parameter, buffer and tensor of the optimizer's state, with its home.
 
-    A home is a tensor of the same shape and sharding on the host. Its memory is pinned, so that copies run at
-    the link's full speed. A home is made once, because pinning is slow."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if optimizer:
-        names = {param: name for name, param in model.named_parameters()}
-        tensors |= {f"{names[param]}.{key}": x for param, state in optimizer.state.items()
-                    for key, x in state.items()}
-    homes, pin = HOMES.setdefault(model, {}), torch.cuda.is_available()
+    A home is a host tensor of the same shape and sharding. Its memory is pinned, so that copies run at the
+    link's full speed. It is kept between steps, because pinning is slow."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, param in model.named_parameters() if optimizer else ():
+        tensors |= {f"{name}.{key}": x for key, x in optimizer.state.get(param, {}).items()}
+    homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
+        pin = torch.cuda.is_available()
         homes[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=pin)
     return [(x, homes[name]) for name, x in tensors.items()]
 
 
-def replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None,
-                    new: dict[Tensor, Tensor]) -> None:
+def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
     """Put new[x] in the place of each tensor x of the model and of its optimizer's state."""
     model._apply(lambda x: new.get(x, x))  # as Module.to does; FSDP takes its shards from the new tensors
     for state in optimizer.state.values() if optimizer else ():
@@ -258,24 +230,23 @@ def local(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def to_device(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: Device) -> None:
+def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
     """Move a model and its optimizer's state from the host to `device`, without waiting for it."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        if local(x).data_ptr() != local(home).data_ptr():  # new, or FSDP copied it to pad an uneven shard
+        if local(x).data_ptr() != local(home).data_ptr():  # new, or FSDP moved it to pad an uneven shard
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
     replace_tensors(model, optimizer, new)
 
 
 @torch.no_grad()
-def to_host(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state to the host. Without an optimizer nothing has changed on the
     device, so nothing is copied."""
     new = dict(tensors_with_homes(model, optimizer))
-    if optimizer:
-        for x, home in new.items():
-            home.copy_(x, non_blocking=True)
+    for x, home in new.items() if optimizer else ():
+        home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # FSDP reads the homes of uneven shards, to pad them
     replace_tensors(model, optimizer, new)
@@ -284,14 +255,14 @@ def to_host(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
 def load_files(state: dict[str, Tensor], folder: str) -> None:
     """Fill the tensors of `state`, which may be sharded, from the safetensors files of a folder. Each rank
     reads only its own slices."""
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=not td.is_initialized())
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
 
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into a parameter that may be sharded."""
     if isinstance(param, DTensor):
-        full = distribute_tensor(full.to(param.device, param.dtype), param.device_mesh, param.placements,
+        full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements,
                                  src_data_rank=None)
     param.copy_(full)
 
@@ -319,8 +290,7 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The tensor in pinned memory of the host, after waiting for its device. One of the host stays where it
-    is."""
+    """The tensor, copied to pinned host memory if it is on a GPU. Waits for the copy."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
 
 
@@ -335,17 +305,18 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> T:
-    """work() on every rank. Where it raises UserError on some rank, every rank raises it: with that rank's
-    host, unless all ranks have the same."""
+    """work() on every rank. If it raises UserError on some rank, every rank raises the first such error, with
+    the name of its host. The name is left out where all ranks have the same error."""
     result, error = None, ""
     try:
         result = work()
     except UserError as e:
         error = str(e)
     errors = gather((error, os.uname().nodename))
-    wrong = [(f"{host}: {text}", text) for text, host in errors if text]
-    if wrong:
-        raise UserError(wrong[0][len({text for text, _ in errors}) == 1])
+    for text, host in errors:
+        if text:
+            same = all(other == text for other, _ in errors)
+            raise UserError(text if same else f"{host}: {text}")
     return result
 
 
@@ -356,8 +327,7 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
-    """Send outgoing[r] to rank r. Returns what the ranks sent here, in rank order. Pickled bytes over
-    gloo."""
+    """Send the object outgoing[r] to rank r. Returns the objects that the ranks sent here, in rank order."""
     # Here and in `gather`: a pickle can run code, and these come from ranks of this run alone. Nothing that
     # is pickled is written to a file or read from one.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
@@ -376,14 +346,13 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
     keys[i] is the index of samples[i] in the step. layout[minibatch][rank][pack] is a list of such indices
     (data.assign).
     """
-    rank, size = td.get_rank(), td.get_world_size()
-    here = dict(zip(keys, samples, strict=True))
-    outgoing = [{k: here[k] for minibatch in layout for bin in minibatch[r] for k in bin if k in here}
-                for r in range(size)]
-    arrived, outgoing[rank] = outgoing[rank], {}  # what stays is not pickled
-    for box in exchange(outgoing):
-        arrived |= box
-    return [[[arrived[k] for k in bin] for bin in minibatch[rank]] for minibatch in layout]
+    rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
+               for pack in packs for key in pack}
+    outgoing = [{} for _ in range(td.get_world_size())]
+    for key, sample in zip(keys, samples, strict=True):
+        outgoing[rank_of[key]][key] = sample
+    arrived = {key: sample for box in exchange(outgoing) for key, sample in box.items()}
+    return [[[arrived[key] for key in pack] for pack in minibatch[td.get_rank()]] for minibatch in layout]
 
 
 # --- phases: time, and the end of a hang
@@ -391,7 +360,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
 
 @dataclass
 class Phase:
-    """What this rank is doing."""
+    """The phase that this rank is in."""
 
     name: str = "start"
     began: float = float("inf")  # time.perf_counter(); infinite between phases
@@ -406,10 +375,10 @@ SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last phase
 def phase(name: str) -> Iterator[None]:
     """Measure and watch a phase; also a decorator. Its seconds, on CUDA until the device is done, add up in
     SECONDS."""
-    CURRENT.name, CURRENT.began = name, time.perf_counter()
-    if CURRENT.limit:  # the thread of `watch` can't look while C code holds the GIL; this timer can
+    start = time.perf_counter()
+    CURRENT.name, CURRENT.began = name, start
+    if CURRENT.limit:  # guard.watch's thread can't run while C code holds the GIL; this timer can
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
-    start = CURRENT.began
     try:
         yield
     finally:

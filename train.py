@@ -341,7 +341,7 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 def resident(role: Role, world: dist.World, cfg: Config):
     """Inside, the role's model and optimizer are on the device."""
-    return dist.on_device(role.model, role.optimizer, world.device, cfg.offload)
+    return dist.on_device(role.model, role.optimizer, world.device)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
-        with dist.on_device(policy, None, world.device, cfg.offload):
+        with dist.on_device(policy, None, world.device):
             return logprobs(policy, p, temperature)[0][p.mask]
 
     with dist.phase("selfcheck"):

@@ -1,7 +1,6 @@
 """The rank-count theorem: gradients do not depend on how samples are spread over ranks and packs."""
 
 import dataclasses
-import os
 from contextlib import suppress
 
 import pytest
@@ -185,16 +184,6 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
         assert moved.keys() == stayed.keys() and len(moved) > 50
         for name in moved:
             assert torch.equal(moved[name], stayed[name]), name
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_users_options_of_torchs_memory_are_kept(name, monkeypatch):
-    for old in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(old, "")  # so that it is put back
-    monkeypatch.setenv(name, "expandable_segments:True")
-    for _ in range(2):  # a second run in a notebook
-        dist.exact_pinned_memory()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True,pinned_max_round_threshold_mb:1"
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():

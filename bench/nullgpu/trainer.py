@@ -257,7 +257,6 @@ def main() -> None:
     os.environ |= dict(RANK="0", WORLD_SIZE=str(args.world), LOCAL_RANK="0")
     if cfg.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    dist.exact_pinned_memory()
     torch.cuda.set_device(0)
     dist.check_allocator()
     td.init_process_group("fake", rank=0, world_size=args.world, store=FakeStore())
