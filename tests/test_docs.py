@@ -106,7 +106,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
     (folder / "my_reward.py").write_text(body)
     rows = [{"response": rf"<answer>\boxed{{{i}}}</answer>", "answer": "2"} for i in (2, 3)]
     (folder / "RESPONSES.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    files = ("RESPONSES.jsonl", "my_reward.py", "compare.png", "compare.html")
+    files = ("RESPONSES.jsonl", "my_reward.py", "compare.png")
     return {"RUN": str(two_ranks[0]), "RUN2": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
             **{name: f"{folder}/{name}" for name in files}}
 
