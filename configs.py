@@ -248,17 +248,13 @@ class Config:
         require(not self.start_from or self.resume in ("auto", "never"),
                 f"--start_from {self.start_from} and --resume {self.resume} are two starts",
                 "one of them: --resume continues the same run, --start_from begins another")
-        require(not self.env or self.tp == 1, f"--env {self.env} with --tp {self.tp}",
-                "--tp 1: ranks of one engine do not agree on turns")
         require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
                 f"--round_len {-(-self.max_response_len // 16)}, or other tokens after which to look what is "
                 "complete")
         require(not self.carry or self.tis_clip is not None, f"--carry {self.carry} without --tis_clip: "
                 "tokens of older weights are trained on, and not corrected", "--tis_clip 2")
-        for flag, usual in (("tp", 1), ("resample_rounds", 0)) if self.round_len else ():
-            value = getattr(self, flag)
-            require(value == usual, f"--round_len {self.round_len} with --{flag} {value}",
-                    f"one of them: no --round_len, or --{flag} {usual}")
+        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
+                f"{self.resample_rounds}", "one of them")
         longest = self.max_response_len - (self.carry > 0)  # after one round nothing is left to carry
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
                 f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")

@@ -119,6 +119,11 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 # --- parameters
 
 
+def neighbours(count: int) -> td.ProcessGroup | None:
+    """The group of `count` neighbouring ranks that has this rank; None for one. Every rank must call it."""
+    return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
+
+
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     """1-d over all ranks; or 2-d: shard within groups of `shard_ranks` ranks, replicate across the groups."""
     shape, names = (world.size,), ("shard",)
@@ -299,7 +304,7 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     only rank."""
     if not td.is_initialized():
         return [x]
-    out = [None] * td.get_world_size()
+    out = [None] * td.get_world_size(group)
     td.all_gather_object(out, x, group)
     return out
 

@@ -3,8 +3,8 @@
 An engine samples responses with the policy's weights. It holds them only inside `awake`:
 
     with engine.awake(full_weights(policy), version=step):
-        for sample in engine.generate(prompts, n, temperature, max_tokens, key, version=step):
-            ...
+        for sample in engine.generate(requests, limits, temperature, key, version=step):
+            ...  # requests: (prompt_id, sample_id) -> tokens
 
 A new engine is a subclass with two methods, `load(weights)` and `generate(…)`, and its name in
 rollout.ENGINES. `unload()` is for engines that give memory back. The base class does the rest: it counts
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import operator
 import os
 import resource
 import time
@@ -30,10 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 
+import dist
 from configs import Config
 from data import Sample
 from dist import Device, Weights
 from model import Policy, load_config
+
+Key = tuple[int, int]  # prompt_id and sample_id
 
 # --- memory
 
@@ -134,8 +138,9 @@ class Engine(abc.ABC):
         self.version = None  # of the weights it holds; None while asleep
         self.busy = False  # inside `awake`
         self.ledger = MemoryLedger(device)
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.engine_id, self.engines, self.tp_rank = rank // cfg.tp, world // cfg.tp, rank % cfg.tp
+        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.engines = self.ranks // cfg.tp
+        self.group = dist.neighbours(cfg.tp)  # the ranks that are this engine
 
     # What a new engine writes:
 
@@ -145,12 +150,12 @@ class Engine(abc.ABC):
         tensor is valid only until the next one is asked for."""
 
     @abc.abstractmethod
-    def generate(self, prompts: Mapping[int, Sequence[int]], n: int, temperature: float,
-                 max_tokens: int | Mapping[int, int], key: tuple[int, ...], version: int) -> Iterator[Sample]:
-        """`n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), as they finish.
-        `max_tokens` may be one number for each prompt: see response_limits. Temperature 0 is greedy. `key`
-        seeds the randomness. Call self.check(version) first; it raises RuntimeError on stale weights. Make
-        samples with self.sample."""
+    def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
+                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+        """One response to each request ((prompt_id, sample_id) -> tokens), of at most limits[k] tokens; the
+        first to end comes first. Temperature 0 is greedy. `key` seeds the randomness. Call
+        self.check(version) first; it raises RuntimeError on stale weights. Make samples with self.sample.
+        With --tp the ranks of one engine call it together, each with requests of its own."""
 
     def unload(self) -> None:  # noqa: B027  an engine may have nothing to give back
         """Give memory back at the end of `awake`."""
@@ -191,6 +196,10 @@ class Engine(abc.ABC):
             self.unload()
         self.ledger.end()
 
+    def gather(self, x: Any) -> list[Any]:
+        """The objects of all ranks of this engine."""
+        return dist.gather(x, self.group) if self.group else [x]
+
     def check(self, version: int) -> None:
         """Raises RuntimeError unless the engine is awake with the weights of `version`."""
         if self.version != version:
@@ -229,31 +238,15 @@ class Engine(abc.ABC):
             raise RuntimeError(f"the engine failed {doing}: {type(e).__name__}: {message}\n"
                                f"{self.ledger.table()}{remedy}") from e
 
-    def sample(self, prompt_id: int, sample_id: int, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
+    def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
         """The Sample of one finished response."""
-        return Sample(prompt_id, sample_id, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids),
-                      self.version)
+        return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
         """A response's text, without an EOS token at the end."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())
-
-    def response_limit(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """Largest response to `prompt`, in tokens: `max_tokens`, or less where prompt and response together
-        reach the length limit (model_len in training, engine_len in a longer evaluation)."""
-        cfg = self.cfg
-        length = cfg.model_len if max_tokens <= cfg.max_response_len else cfg.engine_len
-        return min(max_tokens, length - len(prompt))
-
-    def response_limits(self, prompts: Mapping[int, Sequence[int]],
-                        max_tokens: int | Mapping[int, int]) -> dict[int, int]:
-        """Largest response to each prompt, in tokens, by prompt_id. A mapping prompt_id -> tokens is taken as
-        it is: what is left of a trajectory's response_limit."""
-        if isinstance(max_tokens, Mapping):
-            return dict(max_tokens)
-        return {prompt_id: self.response_limit(ids, max_tokens) for prompt_id, ids in prompts.items()}
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
@@ -266,3 +259,21 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
         found.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     return {int(i) for ids in lists for i in ids if i is not None}
+
+
+def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
+    """Number of tokens of `after` up to the first end of a stop string there; 0: none ends there. The string
+    may begin in `before`, the tokens in front of `after`. Of `after` only a stop string's length is read."""
+    # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
+    window = 8 + max((len(s.encode()) for s in stop), default=0)
+    tail, after = before[-window:].tolist(), after[:window].tolist()
+
+    def count(tokens):
+        text = tokenizer.decode([*tail, *after[:tokens]])
+        return [text.count(s) for s in stop]
+
+    if not stop or count(len(after)) == count(0):  # nearly always
+        return 0
+    counts = [count(tokens) for tokens in range(len(after) + 1)]
+    ends = (i for i in range(1, len(counts)) if any(map(operator.gt, counts[i], counts[i - 1])))
+    return next(ends, 0)

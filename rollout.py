@@ -10,7 +10,6 @@
 import hashlib
 import itertools
 import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +30,9 @@ from data import (
     extended,
     group_by_prompt,
     load_problems,
-    numbers_at,
     step_of,
 )
-from engine import Engine
+from engine import Engine, Key, first_stop
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine
 from grading.answers import extract
@@ -42,9 +40,9 @@ from grading.worker import Grade, Grader
 from model import load_config, ropes
 from reward import Term, parse_terms, repetition, tag_count, think_then_answer
 
-Key = tuple[int, int]  # prompt_id and sample_id
 K = TypeVar("K")
-ROUND = 4  # the key of a later round: that of the first, ROUND and the round
+TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4  # random streams; the key of a later round ends in ROUND, its number
+PROMPTS_PER_ENGINE = 16  # from here on an engine samples whole prompts
 
 # --- rewards
 
@@ -168,149 +166,146 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """The trajectories of one rollout that are on this rank: those that go on, and those that ended and are
-    graded. A trajectory is a function of the rollout's key, its prompt_id and sample_id, the rounds, and the
-    environment. Ranks change nothing but where it is.
+    """The trajectories of one rollout that are on this rank. A trajectory is a function of the rollout's key,
+    its prompt_id and sample_id, the rounds, and the environment; not of the rank that it is on.
 
-    A trajectory ends when it stops by itself and no environment goes on with it (it says so, fails, or has
-    answered --max_turns), and at the length limit, which is that of all segments together."""
+    Each is in one of four places. A round samples all `open` ones: to the end of their turn, or `round_len`
+    tokens. What ended its turn waits for the environment, if there is one, and is open or complete after it.
 
-    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int,
-                 max_tokens: int, round_len: int = 0) -> None:
-        """`problems`: prompt_id -> problem of every trajectory that may come here. `n`: samples of each.
-        `max_tokens`: of a trajectory. `round_len`: of a round; 0: a round ends with the turn."""
-        self.engine, self.grader, self.problems, self.n = engine, grader, problems, n
-        self.max_tokens, self.round_len = max_tokens, round_len
-        self.terms, self.extractors = terms_of(engine.cfg), extractors(engine.cfg)
-        self.rounds = 0  # that are over
-        self.new = {}  # prompt_id -> tokens: the samples of these are drawn together in the first round
-        self.going = {}  # Key -> trajectory that goes on
-        self.asked = {}  # Key -> trajectory that the environment reads
-        self.ended = {}  # Key -> trajectory that ended in this rollout
-        self.graded_before = {}  # Key -> trajectory that ended in an earlier one
-        self.failures = {}  # Key -> reason why the environment failed
+        add ──> open ──round──> waiting (--env) ──> complete ──graders──> graded
+                  ^───────────────┘
+
+    A trajectory is complete when it reaches the length limit of all its segments together, or stops by itself
+    and no environment goes on with it (it says so, fails, or has answered --max_turns)."""
+
+    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
+                 round_len: int = 0) -> None:
+        """`problems`: prompt_id -> problem of every trajectory that may come here. `max_tokens`: of a
+        trajectory. `round_len`: tokens of a round; 0: a round ends with the turn."""
+        self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
+        self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
+        self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
+        self.open: dict[Key, Sample] = {}  # .text: of the turns before the one that goes on
+        self.waiting: dict[Key, Sample] = {}
+        self.complete: dict[Key, Sample] = {}
+        self.graded: dict[Key, Sample] = {}
+        self.failures: dict[Key, str] = {}  # why the environment failed
         self.results = {}  # of the grader
 
-    def begin(self, prompt_ids: Iterable[int], version: int) -> None:
-        """Add all samples of these prompts, before the first round. With --round_len each is a trajectory of
-        its own from the start, so that the samples of one prompt can be on several ranks."""
-        self.new = {i: self.problems[i].ids for i in prompt_ids}
-        if self.round_len:
-            none = np.zeros(0)
-            self.going |= {(i, j): Sample(i, j, ids, none.astype(np.int32), none.astype(np.float32), False,
-                                          "", version) for i, ids in self.new.items() for j in range(self.n)}
-            self.new = {}
+    def begin(self, keys: Iterable[Key], version: int) -> None:
+        """Add new trajectories."""
+        ids, logp = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        for i, j in keys:
+            self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories that began elsewhere: on another rank, or in an earlier step."""
+        """Add trajectories that began on another rank or in an earlier step."""
         for s in trajectories:
-            (self.graded_before if s.reason else self.going)[s.prompt_id, s.sample_id] = s
+            (self.graded if s.reason else self.open)[s.prompt_id, s.sample_id] = s
 
-    def remove(self, keys: Iterable[Key]) -> list[Sample]:
-        """Take trajectories that go on away from here, and return them."""
-        return [self.going.pop(key) for key in keys]
+    def move(self, target: Mapping[Key, int]) -> None:
+        """Move open trajectories to the ranks target[key]. Every rank must call it with the same `target`."""
+        if target and self.engine.ranks > 1:
+            outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
+                        for rank in range(self.engine.ranks)]
+            for arrived in dist.exchange(outgoing):
+                self.add(arrived)
 
-    def advance(self, temperature: float, key: tuple[int, ...], version: int,
-                on_response: Callable[[], bool] = lambda: False) -> bool:
+    def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
+                     on_response: Callable[[], bool]) -> bool:
         """One round, with weights of `version`. `on_response` is called at each end of a turn; if it returns
-        True, the round is aborted. Returns False if it was."""
-        before = {prompt_id * self.n + sample_id: s for (prompt_id, sample_id), s in self.going.items()}
-        prompts = self.new or {i: (*s.prompt, *s.ids.tolist()) for i, s in before.items()}
-        limits = {i: min(self._left(s), self.round_len or self.max_tokens) for i, s in before.items()}
+        True, the round is aborted. Returns whether the round was sampled to its end."""
+        before = dict(self.open)
+        requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
+        limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
         round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
-        for s in self.engine.generate(prompts, self.n if self.new else 1, temperature,
-                                      self.max_tokens if self.new else limits, round_key, version):
-            if not self._take(s, before.get(s.prompt_id)) and on_response():
+        for s in self.engine.generate(requests, limits, temperature, round_key, version):
+            if self._take(before[s.prompt_id, s.sample_id], s) and on_response():
                 return False
-        self._ask_environment()
-        self.new, self.rounds = {}, self.rounds + 1
+        self._read_environment()
+        self.rounds += 1
         return True
 
-    def _take(self, s, before):
-        """Take a segment of this round; `before` is its trajectory so far, if there is one. Returns whether
-        its turn goes on."""
-        earlier = before.text if before else ""  # of the turns before
-        whole = self._join(before, s) if before else s
-        key = whole.prompt_id, whole.sample_id
-        self.going.pop(key, None)
-        if not whole.stopped and self._left(whole) > 0:
-            self.going[key] = replace(whole, text=earlier)
-            return True
-        if self.engine.cfg.env and whole.stopped:
-            self.asked[key] = whole
-            self.grader.ask(key, self.problems[whole.prompt_id].text, whole.text[len(earlier):], whole.turns)
+    def _take(self, before, segment):
+        """Add a segment to its trajectory. Returns whether this ends the trajectory's turn."""
+        s = self._join(before, segment) if len(before.ids) else segment
+        key = s.prompt_id, s.sample_id
+        del self.open[key]
+        if not s.stopped and self._left(s) > 0:
+            self.open[key] = replace(s, text=before.text)
+            return False
+        if self.cfg.env and s.stopped:
+            self.waiting[key] = s
+            self.grader.ask(key, self.problems[s.prompt_id].text, s.text[len(before.text):], s.turns)
         else:
-            self._end(whole)
-        return False
+            self._complete(s)
+        return True
 
-    def _join(self, before, s):
-        """The trajectory with its next segment."""
-        here, text = before.ids[before.turn_start:], s.text
-        if len(here):  # the turn goes on
-            count = stop_across(here, s.ids, self.engine.cfg.stop, self.engine.tokenizer)
+    def _join(self, before, segment):
+        """The trajectory with its next segment, and with the text of its whole turn."""
+        turn, text = before.ids[before.turn_start:], segment.text
+        if len(turn):  # the turn began in an earlier round
+            count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
-                s = replace(s, ids=s.ids[:count], logp=s.logp[:count], stopped=True)
-            # Decoded as one: a character's bytes may be on both sides of the seam.
-            text = self.engine.text_of(np.concatenate([here, s.ids]))
-        return replace(extended(before, s), text=before.text + text)
+                segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
+            # Decoded as one: the bytes of a character may be on both sides of the cut.
+            text = self.engine.text_of(np.concatenate([turn, segment.ids]))
+        return replace(extended(before, segment), text=before.text + text)
 
-    def _fail(self, s, reason):
-        """End a trajectory whose environment failed. Its reward is 0."""
-        self.failures[s.prompt_id, s.sample_id] = reason
-        self._end(s)
-
-    def _end(self, s):
-        """Give a whole trajectory to the graders."""
+    def _complete(self, s):
+        """Give a complete trajectory to the graders of its data set."""
         key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
-        self.ended[key] = s
+        self.complete[key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
                                term.custom)
 
-    def _ask_environment(self):
-        """Wait for the environment's replies of this round."""
-        if not self.asked:
-            return
-        self.results |= self.grader.results()
-        asked, self.asked = self.asked, {}
-        for key, s in sorted(asked.items()):
-            going = self._read(s, self.results.pop(key))
-            if going:
-                self.going[key] = going
+    def _fail(self, s, reason):
+        """Complete a trajectory whose environment failed. Its reward is 0."""
+        self.failures[s.prompt_id, s.sample_id] = reason
+        self._complete(s)
 
-    def _read(self, s, reply):
-        """The trajectory with the environment's text, or None where it ended."""
-        failed = isinstance(reply, Grade)
-        if failed:
+    def _read_environment(self):
+        """Wait for the environment's replies of this round."""
+        if self.waiting:
+            self.results |= self.grader.results()
+            waiting, self.waiting = self.waiting, {}
+            for key, s in sorted(waiting.items()):
+                self._continue(key, s, self.results.pop(key))
+
+    def _continue(self, key, s, reply):
+        """Append the environment's text to the trajectory, and open or complete it."""
+        if isinstance(reply, Grade):
             return self._fail(s, reply.reason)
-        if reply.reward is not None:  # kept in the trajectory, which may go on elsewhere
+        if reply.reward is not None:  # kept in the trajectory, which may move to another rank
             s = replace(s, env_reward=reply.reward)
-        if reply.done or reply.text is None or s.turns == self.engine.cfg.max_turns:
-            return self._end(s)
-        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
-        left = self._left(s)
+        if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
+            return self._complete(s)
+        ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
             return self._fail(s, "error")
         if len(ids) >= left:  # no room for another turn
-            return self._end(replace(s, stopped=False))
-        return answered(s, reply.text, ids)
-
-    def keys_of_ended(self) -> list[Key]:
-        """Keys of the trajectories that `graded` will return."""
-        return [*self.graded_before, *self.ended]
+            return self._complete(replace(s, stopped=False))
+        self.open[key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Tokens that the trajectory may still get."""
-        return self.engine.response_limit(s.prompt, self.max_tokens) - len(s.ids)
+        """Number of tokens that the trajectory may still get. The length limit is model_len in training and
+        engine_len in a longer evaluation."""
+        cfg = self.cfg
+        length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
+        return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
-    def graded(self) -> list[Sample]:
-        """The trajectories that ended, with their grades, in order."""
+    def keys_of_complete(self) -> list[Key]:
+        """Keys of the trajectories that `grades` will return."""
+        return [*self.graded, *self.complete]
+
+    def grades(self) -> list[Sample]:
+        """The complete trajectories with their grades, ordered by (prompt_id, sample_id)."""
         self.results |= self.grader.results()
-        found = dict(self.graded_before)
-        for key, s in self.ended.items():
+        for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
             first, *others = (self.results[*key, i] for i in range(len(terms)))
             if key in self.failures:
@@ -318,8 +313,8 @@ class Trajectories:
             elif s.env_reward is not None:
                 reason = "correct" if s.env_reward > 0 else "wrong"
                 first = replace(first, reward=s.env_reward, reason=reason)
-            found[key] = _graded(s, terms, [first, *others])
-        return [found[key] for key in sorted(found)]
+            self.graded[key] = _graded(s, terms, [first, *others])
+        return [self.graded[key] for key in sorted(self.graded)]
 
 
 def _graded(sample, terms, grades):
@@ -332,25 +327,101 @@ def _graded(sample, terms, grades):
         failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
 
 
-def stop_across(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """How many tokens of `after` complete a stop string that began in `before`; 0: there is none. The engine
-    sees `after` alone."""
-    # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
-    window = 8 + max((len(s.encode()) for s in stop), default=0)
-    tail, after = before[-window:].tolist(), after[:window].tolist()
+# --- rollouts
 
-    def found(count):
-        text = tokenizer.decode([*tail, *after[:count]])
-        return [text.count(s) for s in stop]
 
-    if not stop or found(len(after)) == found(0):  # nearly always
-        return 0
-    return next((n for n in range(1, len(after) + 1) if any(map(operator.gt, found(n), found(n - 1)))), 0)
+def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
+            max_tokens: int, key: tuple[int, ...], version: int,
+            on_response: Callable[[], bool] = lambda: False,
+            carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
+    """`n` graded samples of each problem (prompt_id -> problem), over all ranks: this rank's, ordered by
+    (prompt_id, sample_id), with all samples of a prompt on one rank. And the trajectories that this rank goes
+    on with in the next step.
+
+    Every rank must call it, with the same problems. Responses are graded while others are still sampled.
+    `on_response` is called at each response, with --env at each turn; if it returns True, sampling is aborted
+    and both results are empty. `key` seeds the randomness. `version` is the step of the weights.
+
+    `carried` is given in training only: the trajectories that this rank was left with by the step before.
+    Then --round_len cuts sampling into rounds, and --carry ends it early (`sample_until_enough`). With
+    --carry a prompt_id is a number of data.numbers_at."""
+    cfg, training = engine.cfg, carried is not None
+    carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
+    trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
+    trajectories.add(carried or ())
+    # Greedy samples are all equal: one is drawn, and copied at the end.
+    new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
+           for j in range(n if temperature else 1)]
+    old = itertools.chain(*dist.gather(list(trajectories.open))) if carries else ()
+    home, by_prompt = deal([*new, *old], engine)
+    trajectories.begin([k for k in new if home[k] == engine.rank], version)
+    if carries:  # a resumed run deals as this one, whichever rank the trajectories were on
+        trajectories.move(home)
+    chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
+    if chosen is None:
+        return [], []
+    graded = trajectories.grades()
+    samples = [s for s in graded if (s.prompt_id, s.sample_id) in chosen]
+    left = [*trajectories.open.values(),
+            *(s for s in graded if (s.prompt_id, s.sample_id) not in chosen)]
+    if not temperature:
+        samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
+    scattered = engine.ranks > 1 and (round_len or not by_prompt)
+    return meet(samples, engine) if scattered else samples, left
+
+
+def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
+                        on_response: Callable[[], bool], carries: bool) -> set[Key] | None:
+    """Sample round after round. Returns the keys of the samples to train on, or None if sampling was aborted.
+
+    With rounds of --round_len tokens all ranks share out the open trajectories after each. Else a round is a
+    turn, and only the ranks of one engine, which sample together, tell each other what is open.
+
+    If `carries` is false, all trajectories must be complete. If true, enough of them for a step: the oldest.
+    Where samples of a prompt are compared, they count only once all of them are complete. Prompts that are
+    --max_staleness steps old are waited for."""
+    cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
+    while True:
+        aborted = not trajectories.sample_round(temperature, key, version, on_response)
+        if dist.stop_requested() if shares else aborted:
+            return None
+        state = sorted(trajectories.open), trajectories.keys_of_complete()
+        states = dist.gather(state) if shares else engine.gather(state)
+        open_keys, complete = [x for x, _ in states], itertools.chain(*(x for _, x in states))
+        unfinished = {i for i, _ in itertools.chain(*open_keys)}
+        if not carries:
+            if not unfinished:
+                return set(complete)
+        else:
+            waits = unfinished if cfg.compares_samples else ()
+            ready = sorted(k for k in complete if k[0] not in waits)
+            too_old = any(version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
+            if len(ready) >= cfg.samples_per_step and not too_old:
+                return set(ready[:cfg.samples_per_step])
+        if shares:
+            trajectories.move(moves(open_keys))
+
+
+def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
+    """The rank that samples each key, and whether each prompt's samples are on one rank. They are where an
+    engine gets PROMPTS_PER_ENGINE prompts or more: it reads each prompt once. With fewer prompts the samples
+    are dealt one by one, so that a prompt with long responses does not keep one engine busy."""
+    prompts = sorted({i for i, _ in keys})
+    if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
+        place = {i: at % engine.ranks for at, i in enumerate(prompts)}
+        return {key: place[key[0]] for key in keys}, True
+    return {key: at % engine.ranks for at, key in enumerate(sorted(keys))}, False
+
+
+def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
+    """The samples of all ranks that this rank compares: all samples of a prompt meet on one rank."""
+    outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
+    return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
-    """Which trajectories move to which rank, so that the ranks have equally many; some have one more. As few
-    as possible move. held[r]: the keys on rank r."""
+    """Which keys move to which rank, so that the ranks have equally many; some have one more. As few as
+    possible move. held[r]: the keys on rank r."""
     ranks, total = len(held), sum(map(len, held))
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # they keep the one more
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
@@ -359,10 +430,9 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
     return dict(zip(surplus, room, strict=True))
 
 
-Scores = dict[str, dict[str, list[float]]]  # set -> metric -> its value for each problem
-
-
 # --- metrics of problems
+
+Scores = dict[str, dict[str, list[float]]]  # set -> metric -> its value for each problem
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
@@ -402,133 +472,7 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / max(len(values), 1)
 
 
-ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
-TRAIN, EVAL, CHECK = 1, 2, 3  # random streams: the second number of a sample's key
-
-
-def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The engine that cfg names, for the model folder `path`. Raises UserError where it can't run."""
-    check_engine_flags(path, cfg, device)
-    return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
-
-
-def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError where the engine that cfg names can't run the model folder `path`."""
-    kind = engine_kind(cfg, device)
-    require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
-    known = max_positions(load_config(path))
-    require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
-            f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "
-            f"--max_model_len {known}, or another --model")
-
-
-def engine_kind(cfg: Config, device: torch.device) -> str:
-    """The name in ENGINES of the engine that cfg means on this device."""
-    return cfg.engine if cfg.engine != "auto" else "vllm" if device.type == "cuda" else "torch"
-
-
-def max_positions(config: Any) -> float:
-    """Longest sequence that the model was made for, with what its rope scaling adds; infinite where it has no
-    limit."""
-    known = getattr(config, "max_position_embeddings", None) or math.inf
-    rope, *others = ropes(config)
-    original = rope.get("original_max_position_embeddings") or known
-    # Where types of layers have their own rotary embeddings, the config's number counts the scaling already.
-    scaled = not others and rope.get("rope_type") in ("linear", "yarn")
-    return max(known, original * rope.get("factor", 1)) if scaled else known
-
-
-def make_grader(cfg: Config) -> Grader:
-    """Grading processes beside this rank, for cfg's rewards. Raises UserError for a reward or an extractor
-    that doesn't exist."""
-    terms = terms_of(cfg)
-    for name in extractors(cfg).values():
-        extract("", name)
-    return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
-                  any(t.kind for t in terms), cfg.env)
-
-
-# --- rollouts
-
-
-def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int,
-            on_response: Callable[[], bool] = lambda: False) -> list[Sample]:
-    """`n` graded samples of each problem (prompt_id -> problem), ordered by (prompt_id, sample_id).
-
-    Each response is graded while others are still sampled. `on_response` is called at each response, with
-    --env at each turn. If it returns True, sampling is aborted and the result is empty. The other arguments
-    are those of Engine.generate."""
-    trajectories = Trajectories(engine, grader, problems, n, max_tokens)
-    trajectories.begin(problems, version)
-    while trajectories.new or trajectories.going:
-        if not trajectories.advance(temperature, key, version, on_response):
-            return []
-    return trajectories.graded()
-
-
-def rollout_in_rounds(engine: Engine, grader: Grader, problems: Mapping[int, Problem],
-                      carried: Sequence[Sample], cfg: Config, step: int,
-                      on_response: Callable[[], bool]) -> tuple[list[int], list[Sample], list[Sample]]:
-    """Sample in rounds of --round_len tokens until there are enough samples for a step: the oldest that have
-    ended. Where samples of a prompt are compared, they count only once all of them have ended. Between two
-    rounds all ranks share out what is unfinished. Every rank must call it.
-
-    `problems`: by number (data.numbers_at), those that were carried here and those that begin in the step.
-    `carried`: the trajectories that this rank was left with. Returns the numbers of the step's prompts; this
-    rank's graded samples, whose prompt_id counts these prompts from 0; and the trajectories that this rank is
-    left with. All are empty if a stop was requested."""
-    trajectories = Trajectories(engine, grader, problems, cfg.samples_per_prompt, cfg.max_response_len,
-                                cfg.round_len)
-    trajectories.add(carried)
-    trajectories.begin(engine_part({i: problems[i] for i in numbers_at(step, cfg)}, engine), step)
-    must_end = {i for i in problems if step - step_of(i, cfg) >= cfg.max_staleness or not cfg.carry}
-    with dist.phase("wait"):  # a resumed run deals as this one, wherever trajectories were before
-        keys = sorted(itertools.chain(*dist.gather(list(trajectories.going))))
-        move(trajectories, {key: i % engine.engines for i, key in enumerate(keys)}, engine.engines)
-    while True:
-        with dist.phase("rollout"):
-            trajectories.advance(cfg.temperature, (cfg.seed, TRAIN, step), step, on_response)
-        with dist.phase("wait"):
-            going, ended = zip(*dist.gather((sorted(trajectories.going), trajectories.keys_of_ended())),
-                               strict=True)
-            if dist.stop_requested():
-                return [], [], []
-            unfinished = {number for number, _ in itertools.chain(*going)}
-            waits = unfinished if cfg.compares_samples else ()
-            ready = sorted(key for key in itertools.chain(*ended) if key[0] not in waits)
-            if len(ready) >= cfg.samples_per_step and not must_end & unfinished:
-                break
-            move(trajectories, moves(going), engine.engines)
-    with dist.phase("rollout"):
-        graded = trajectories.graded()
-    with dist.phase("wait"):
-        chosen = set(ready[:cfg.samples_per_step])
-        numbers = sorted({number for number, _ in chosen})
-        place = {number: i for i, number in enumerate(numbers)}
-        # Samples of one prompt meet on one rank, where they are compared.
-        mine = [replace(s, prompt_id=place[s.prompt_id]) for s in graded
-                if (s.prompt_id, s.sample_id) in chosen]
-        outgoing = [[s for s in mine if s.prompt_id % engine.engines == rank]
-                    for rank in range(engine.engines)]
-        samples = sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
-    left = [s for s in graded if (s.prompt_id, s.sample_id) not in chosen]
-    return numbers, samples, [*trajectories.going.values(), *left]
-
-
-def move(trajectories: Trajectories, target: Mapping[Key, int], ranks: int) -> None:
-    """Move trajectories that go on to the rank target[key]. All ranks have the same `target`."""
-    if target:
-        outgoing = [trajectories.remove([key for key in trajectories.going if target.get(key) == rank])
-                    for rank in range(ranks)]
-        for arrived in dist.exchange(outgoing):
-            trajectories.add(arrived)
-
-
-def engine_part(problems: Mapping[int, Problem], engine: Engine) -> dict[int, Problem]:
-    """The problems (prompt_id -> problem) that this engine samples: every `engine.engines`-th, so that
-    engines have equally many."""
-    return dict(itertools.islice(problems.items(), engine.engine_id, None, engine.engines))
+# --- evaluation
 
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
@@ -543,9 +487,6 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
             round(x, 4) if of_policy else None
             for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)])
     return row
-
-
-# --- evaluation
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
@@ -605,9 +546,9 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
-        part, length = engine_part(dict(enumerate(problems)), engine), cfg.eval_response_len
-        samples = rollout(engine, grader, part, n, temperature, length or cfg.max_response_len,
-                          (cfg.seed, EVAL, i), step, on_response)
+        samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
+                             cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, i), step,
+                             on_response)
         scores[name] = gather_scores(samples, n)
         rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
                                   for s in samples])
@@ -624,3 +565,50 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
         values = [v for of_rank in scores for v in of_rank[metric]]
         gathered[metric] = [values[i] for i in order]
     return gathered
+
+
+# --- the engine and the graders of a run
+
+ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
+
+
+def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
+    """The engine that cfg names, for the model folder `path`. Raises UserError where it can't run."""
+    check_engine_flags(path, cfg, device)
+    return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
+
+
+def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
+    """Raises UserError where the engine that cfg names can't run the model folder `path`."""
+    kind = engine_kind(cfg, device)
+    require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
+    known = max_positions(load_config(path))
+    require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
+            f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "
+            f"--max_model_len {known}, or another --model")
+
+
+def engine_kind(cfg: Config, device: torch.device) -> str:
+    """The name in ENGINES of the engine that cfg means on this device."""
+    return cfg.engine if cfg.engine != "auto" else "vllm" if device.type == "cuda" else "torch"
+
+
+def max_positions(config: Any) -> float:
+    """Longest sequence that the model was made for, with what its rope scaling adds; infinite where it has no
+    limit."""
+    known = getattr(config, "max_position_embeddings", None) or math.inf
+    rope, *others = ropes(config)
+    original = rope.get("original_max_position_embeddings") or known
+    # Where types of layers have their own rotary embeddings, the config's number counts the scaling already.
+    scaled = not others and rope.get("rope_type") in ("linear", "yarn")
+    return max(known, original * rope.get("factor", 1)) if scaled else known
+
+
+def make_grader(cfg: Config) -> Grader:
+    """Grading processes beside this rank, for cfg's rewards. Raises UserError for a reward or an extractor
+    that doesn't exist."""
+    terms = terms_of(cfg)
+    for name in extractors(cfg).values():
+        extract("", name)
+    return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
+                  any(t.kind for t in terms), cfg.env)

@@ -64,7 +64,6 @@ from data import (
     Problem,
     Sample,
     assign,
-    batch_at,
     epoch_len,
     fingerprint,
     load_problems,
@@ -98,7 +97,6 @@ from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, v
 from rollout import (
     TRAIN,
     check_graders,
-    engine_part,
     evaluate_sets,
     load_sets,
     make_engine,
@@ -106,7 +104,6 @@ from rollout import (
     part_names,
     reward_files,
     rollout,
-    rollout_in_rounds,
     sample_row,
     shape_rewards,
 )
@@ -358,15 +355,24 @@ def refresh_ref(run: Run, step: int) -> None:
 
 
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """The step's problems; this rank's graded samples of them, ordered by (prompt_id, sample_id); and, with
-    --carry, the trajectories that it goes on with in the next step. Metrics are those of the batch as it was
-    drawn, before any resampling."""
-    cfg, arrivals, carried = run.cfg, [time.perf_counter()], []
-    if cfg.round_len:
-        batch, samples, carried = sample_in_rounds(run, step, meter, arrivals)
-    else:
-        batch = batch_at(run.problems, step, cfg)
-        samples = draw(run, dict(enumerate(batch)), (step,), arrivals)
+    """The step's problems; this rank's graded samples, ordered by (prompt_id, sample_id), whose prompt_id is
+    an index of these problems; and, with --carry, the trajectories that it goes on with in the next step.
+    Metrics are those of the batch as it was drawn, before any resampling."""
+    cfg, arrivals = run.cfg, [time.perf_counter()]
+    # Prompts that began earlier (--carry). Some of them may be on other ranks alone.
+    earlier = set().union(*dist.gather({s.prompt_id for s in run.carried})) if cfg.carry else set()
+    problems = problems_at(run.problems, sorted(earlier.union(numbers_at(step, cfg))), cfg)
+    samples, carried = draw(run, problems, (step,), arrivals, run.carried)
+    numbers = list(problems)
+    if cfg.carry:
+        numbers = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
+        meter.add("carried", sum(not s.reason for s in carried))
+        ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
+        meter.add("staleness/mean", ages.sum(), len(ages))
+        meter.add_max("staleness/max", ages.max(initial=0))
+    place = {number: i for i, number in enumerate(numbers)}
+    batch = [problems[i] for i in numbers]
+    samples = [replace(s, prompt_id=place[s.prompt_id]) for s in samples]
     measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
     start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
     meter.add("rollout_tail", end - late, end - start)
@@ -378,35 +384,16 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 
 @dist.phase("rollout")
-def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
-         arrivals: list[float]) -> list[Sample]:
-    """This rank's graded samples of the problems (prompt_id -> problem). `key`: the step, and the round of
-    resampling if there is one. Adds the time of each response to `arrivals`."""
-    cfg, part = run.cfg, engine_part(problems, run.engine)
-    with run.log.bar("Rollout", len(part) * cfg.samples_per_prompt) as bar:
-        samples = rollout(run.engine, run.grader, part, cfg.samples_per_prompt, cfg.temperature,
-                          cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
-                          partial(on_response, cfg, bar, arrivals))
-    return shape_rewards(samples, cfg)
-
-
-def sample_in_rounds(run: Run, step: int, meter: Meter,
-                     arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """sample_step's result, for --round_len. The problems are those of the samples, in the order in which
-    they began."""
+def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
+         carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
+    """`rollout` of the problems (prompt_id -> problem) for training, with reward parts. `key`: the step, and
+    the round of resampling if there is one. Adds the time of each response to `arrivals`."""
     cfg = run.cfg
-    # Prompts that were carried here: some of them may be on other ranks alone.
-    known = set().union(*dist.gather({s.prompt_id for s in run.carried}))
-    problems = problems_at(run.problems, sorted(known.union(numbers_at(step, cfg))), cfg)
-    with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.engines) as bar:
-        chosen, samples, carried = rollout_in_rounds(
-            run.engine, run.grader, problems, run.carried, cfg, step,
-            partial(on_response, cfg, bar, arrivals))
-    meter.add("carried", sum(not s.reason for s in carried))
-    ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
-    meter.add("staleness/mean", ages.sum(), len(ages))
-    meter.add_max("staleness/max", ages.max(initial=0))
-    return [problems[i] for i in chosen], shape_rewards(samples, cfg), carried
+    with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
+        samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
+                                cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
+                                partial(on_response, cfg, bar, arrivals), carried)
+    return shape_rewards(samples, cfg), left
 
 
 def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
@@ -434,7 +421,7 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         replacements = replacement_batch(run.problems, step, round, cfg)
         for prompt_id in replaced:
             batch[prompt_id] = replacements[prompt_id]
-        drawn = draw(run, {i: batch[i] for i in replaced}, (step, round), arrivals)
+        drawn, _ = draw(run, {i: batch[i] for i in replaced}, (step, round), arrivals)
         if dist.stop_requested():  # then a rank may have none
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in replaced]

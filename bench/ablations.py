@@ -132,7 +132,8 @@ def wrong_grades(cfg: Config, share: float) -> None:
         def graded(s):
             wrong = random.Random(f"{cfg.seed} {s.version} {s.prompt_id} {s.sample_id}").random() < share
             return replace(s, reward=1.0 - s.reward) if wrong else s
-        return [graded(s) for s in right(*args)]
+        samples, left = right(*args)
+        return [graded(s) for s in samples], left
 
     train.rollout = rollout
 
@@ -277,9 +278,9 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
         error, right, sampled = "", train.rollout, []
 
         def rollout(*args):
-            samples = right(*args)
+            samples, left = right(*args)
             sampled.append(len(samples))
-            return samples
+            return samples, left
 
         train.rollout = rollout
         try:

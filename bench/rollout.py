@@ -45,7 +45,8 @@ def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Name
     figures = {}
     with engine.awake(weights, version=seed):
         start = time.perf_counter()
-        samples = list(engine.generate(prompts, args.samples, 1.0, args.tokens, (0, seed), seed))
+        requests = {(i, j): ids for i, ids in prompts.items() for j in range(args.samples)}
+        samples = list(engine.generate(requests, dict.fromkeys(requests, args.tokens), 1.0, (0, seed), seed))
         figures["tokens_per_s"] = sum(len(s.ids) for s in samples) / (time.perf_counter() - start)
         if name == "vllm":
             start = time.perf_counter()

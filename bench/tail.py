@@ -5,7 +5,7 @@
                                         # cores, and the simulator beside it
 
 The simulator knows the engines' cost of a decoding step by batch and context, and a distribution of lengths.
-It runs the rules of rollout.rollout_in_rounds on them: who goes on where, when a step has enough samples,
+It runs the rules of rollout.sample_until_enough on them: who goes on where, when a step has enough samples,
 what is carried. With `one round`, as long as the longest response, the samples of a prompt are dealt to all
 engines, and stay there. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is
 the share of the engines' seconds in which they wait for others.
@@ -43,7 +43,7 @@ from bench.common import ROOT
 from bench.vs_trl import MALLOC
 from configs import PRESETS, Config
 from data import prompt_form, step_of
-from rollout import moves
+from rollout import PROMPTS_PER_ENGINE, moves
 from tools import plan
 
 os.environ |= MALLOC  # for the processes that start here: they keep the memory that they free
@@ -117,7 +117,7 @@ class Simulation:
         self.next += new
         keys = sorted(self.going)
         held = [keys[r::self.engines] for r in range(self.engines)]
-        if not cfg.round_len:
+        if len({number for number, _ in keys}) >= PROMPTS_PER_ENGINE * self.engines:
             held = [[k for k in keys if k[0] % self.engines == r] for r in range(self.engines)]
         seconds, busy = 2 * self.cost.exchange * bool(cfg.round_len), 0.0
         while True:
@@ -360,14 +360,14 @@ def cpu_figures(model: Path, rank: int, ranks: int, barrier: Any, found: Any) ->
         of their tokens before the round; the trajectories after it; and seconds."""
         problems = {i: Problem("", tuple(rng.integers(20, 90, prompt).tolist()), "0") for i in range(count)}
         before = [rng.integers(20, 90, tokens * i // count).astype(np.int32) for i in problems]
-        trajectories = Trajectories(engine, grader, problems, 1, tokens, tokens)
+        trajectories = Trajectories(engine, grader, problems, tokens, tokens)
         trajectories.add(Sample(i, 0, problems[i].ids, ids, np.zeros(len(ids), np.float32), False, "", 0)
                          for i, ids in enumerate(before))
         with engine.awake(files_weights(path, world.device, world.dtype), version=0):
             np.ones(2**24).sum()  # training leaves nothing of the engine in the caches
             start = time.perf_counter()
-            trajectories.advance(1.0, (seed,), 0)
-            return before, trajectories.graded(), time.perf_counter() - start
+            trajectories.sample_round(1.0, (seed,), 0, lambda: False)
+            return before, trajectories.grades(), time.perf_counter() - start
 
     def seconds(times):
         return median(run(16, 8, 74, seed)[2] for seed in range(times))

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine import Engine
+from engine import Engine, first_stop
 from model import Policy, Segments, has_window, rms_norm
 
 
@@ -187,27 +187,22 @@ class TorchEngine(Engine):
         self.kept = {}
 
     @torch.inference_mode()
-    def generate(self, prompts, n, temperature, max_tokens, key, version):
+    def generate(self, requests, limits, temperature, key, version):
         self.check(version)
-        longest_first = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
-        limits = self.response_limits(prompts, max_tokens)
-        responses = [(prompt_id, i) for prompt_id in longest_first for i in range(n)]
+        longest_first = sorted(requests, key=lambda k: (-len(requests[k]), k))
         kept, self.kept = self.kept, {}
-        lengths = [len(prompts[prompt_id]) for prompt_id, _ in responses]
-        for start, end in waves(lengths, self.cfg.max_num_seqs):
-            wave = responses[start:end]
-            yield from self._wave(wave, prompts, temperature, limits, key, kept)
+        for start, end in waves([len(requests[k]) for k in longest_first], self.cfg.max_num_seqs):
+            yield from self._wave(longest_first[start:end], requests, limits, temperature, key, kept)
 
-    def _wave(self, wave, prompts, temperature, limits, key, kept):
-        """Decode the responses (prompt_id, sample_id) of `wave` together, and yield each when it ends.
-        `where` (B,) is the cache row of each response that is still running. `kept`: self.kept of the round
-        before."""
-        limit = self._tensor([limits[p] for p, _ in wave])
+    def _wave(self, wave, requests, limits, temperature, key, kept):
+        """Decode the requests `wave` together, and yield each response when it ends. `where` (B,) is the row
+        in the cache of each response that has not ended. `kept`: self.kept of the round before."""
+        limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
-        draws = self._tensor(np.stack([uniforms((*key, *response), steps) for response in wave]))
-        lengths = self._tensor([len(prompts[p]) for p, _ in wave])
+        draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
+        lengths = self._tensor([len(requests[k]) for k in wave])
         self.decoder.prepare(int(lengths.max()) + steps)
-        cache, where, hidden = self._prefill([tuple(prompts[p]) for p, _ in wave], steps, kept)
+        cache, where, hidden = self._prefill([tuple(requests[k]) for k in wave], steps, kept)
         ids = torch.zeros(len(wave), steps, dtype=torch.int32, device=self.device)
         logp = torch.zeros(len(wave), steps, device=self.device)
         for t in range(steps):
@@ -218,12 +213,11 @@ class TorchEngine(Engine):
             ended = stopped | (limit == t + 1)
             done = ended.nonzero()[:, 0].tolist()
             if self.cfg.round_len and t == steps - 1:
-                self._keep(wave, prompts, ids, cache, where, stopped)
+                self._keep([requests[k] for k in wave], ids, cache, where, stopped)
             if done:
                 columns = (x[done].cpu().numpy() for x in (ids[:, :t + 1], logp[:, :t + 1], stopped))
                 for j, *sampled in zip(done, *columns, strict=True):
-                    prompt_id, sample_id = wave[j]
-                    yield self.sample(prompt_id, sample_id, prompts[prompt_id], *sampled)
+                    yield self.sample(wave[j], requests[wave[j]], *sampled)
                 running = (~ended).nonzero()[:, 0]
                 if len(running) == 0:
                     return
@@ -239,12 +233,12 @@ class TorchEngine(Engine):
             of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
             hidden = self.decoder.step(*of_row, cache)
 
-    def _keep(self, wave, prompts, ids, cache, where, stopped):
+    def _keep(self, prompts, ids, cache, where, stopped):
         """After the last step: remember the rows of the responses that did not stop."""
-        for (p, _), response, row, ended in zip(wave, ids.tolist(), where.tolist(), stopped.tolist(),
+        for prompt, response, row, ended in zip(prompts, ids.tolist(), where.tolist(), stopped.tolist(),
                                                 strict=True):
             if not ended:
-                self.kept[*prompts[p], *response] = cache, row
+                self.kept[*prompt, *response] = cache, row
 
     def _prefill(self, prompts, steps, kept):
         """A cache with the distinct ones of `prompts` (tuples of tokens); the row of each; the rows' last
@@ -290,12 +284,9 @@ class TorchEngine(Engine):
         """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end
         one."""
         stopped = torch.isin(token, self.eos_tensor)
-        # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
-        window = 8 + max((len(s.encode()) for s in self.cfg.stop), default=0)
-        for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist() if self.cfg.stop else ():
-            tail = ids[j, max(0, t + 1 - window):t + 1].tolist()
-            after, before = self.tokenizer.decode(tail), self.tokenizer.decode(tail[:-1])
-            stopped[j] = any(after.count(s) > before.count(s) for s in self.cfg.stop)
+        if self.cfg.stop:
+            for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
+                stopped[j] = first_stop(ids[j, :t], ids[j, t:t + 1], self.cfg.stop, self.tokenizer) > 0
         return stopped
 
     def _tensor(self, values):

@@ -42,7 +42,7 @@ class VLLMEngine(Engine):
         with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
-                max_num_seqs=cfg.max_num_seqs, seed=self.engine_id, tensor_parallel_size=cfg.tp,
+                max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
         torch.set_rng_state(rng)  # LLM() reseeds every generator
@@ -75,37 +75,37 @@ class VLLMEngine(Engine):
             self.llm.sleep(level=2)
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
-    def generate(self, prompts, n, temperature, max_tokens, key, version):
-        """See Engine.generate. A prompt's samples come together, when all have ended. All ranks of an engine
-        see all samples; each yields its share of the prompts."""
+    def generate(self, requests, limits, temperature, key, version):
+        """See Engine.generate. The ranks of one vLLM must all queue the same requests, in one order: the
+        requests of all of them. Each rank yields the responses to its own."""
         self.check(version)
-        drawn = n if temperature else 1  # greedy samples are all equal
-        prompt_of = self._enqueue(prompts, drawn, temperature, max_tokens, key)
-        mine = set(sorted(prompts)[self.tp_rank::self.cfg.tp])
-        for output in self._finished(version, drawn * len(prompts)):
-            prompt_id = prompt_of[output.request_id]
-            for o in output.outputs if prompt_id in mine else ():
-                ids = np.array(o.token_ids, dtype=np.int32)
-                logp = _sampled_logprobs(o.logprobs, ids)
-                for sample_id in (o.index,) if temperature else range(n):
-                    yield self.sample(prompt_id, sample_id, prompts[prompt_id], ids, logp,
-                                      o.finish_reason == "stop")
+        queued = {}
+        for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
+            queued |= of_rank
+        key_of = self._enqueue(queued, temperature, key)
+        for output in self._finished(version, len(queued)):
+            k = key_of[output.request_id]
+            if k in requests:
+                response = output.outputs[0]
+                ids = np.array(response.token_ids, dtype=np.int32)
+                yield self.sample(k, requests[k], ids, _sampled_logprobs(response.logprobs, ids),
+                                  response.finish_reason == "stop")
 
-    def _enqueue(self, prompts, n, temperature, max_tokens, key):
-        """Queue the prompts, longest first. Returns the prompt_id of each request."""
+    def _enqueue(self, queued, temperature, key):
+        """Queue requests, (prompt_id, sample_id) -> tokens and limit, longest first. Returns the key of each
+        of vLLM's request ids."""
         from vllm import SamplingParams
 
-        limits = self.response_limits(prompts, max_tokens)
-        order = sorted(prompts, key=lambda p: (-len(prompts[p]), p))
+        order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
         params = [SamplingParams(
-            n=n, temperature=temperature, max_tokens=limits[p],
-            seed=int(np.random.SeedSequence((*key, p)).generate_state(1, np.uint32)[0]), logprobs=0,
+            temperature=temperature, max_tokens=queued[k][1],
+            seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]), logprobs=0,
             stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
-            skip_special_tokens=False) for p in order]
-        requests = [{"prompt_token_ids": list(prompts[p])} for p in order]
-        ids = self.llm.enqueue(requests, params, use_tqdm=False)
+            skip_special_tokens=False) for k in order]
+        prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
+        ids = self.llm.enqueue(prompts, params, use_tqdm=False)
         # enqueue returns "id-uuid"; an output has "id".
-        return {i.partition("-")[0]: p for i, p in zip(ids, order, strict=True)}
+        return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version, responses):
         """vLLM's outputs as they finish. Raises RuntimeError if it fails, or nearly takes --stall_limit

@@ -77,10 +77,11 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
     temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
     errors, means = [], [0.0]
     for when, scale, direction, causes in STAGES:
-        turned = {prompt_id: prompt[::direction] for prompt_id, prompt in prompts.items()}
+        turned = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
+        limits = dict.fromkeys(turned, CHECK_TOKENS)
         stream = weights() if scale == 1 else ((name, t * scale) for name, t in weights())
         with engine.awake(stream, version=-1):
-            responses = {kind: list(engine.generate(turned, 1, t, CHECK_TOKENS, (cfg.seed, CHECK), -1))
+            responses = {kind: list(engine.generate(turned, limits, t, (cfg.seed, CHECK), -1))
                          for kind, t in temperatures.items()}
         for kind, samples in responses.items():
             logp = logprobs(samples, temperatures[kind] or 1.0).float().cpu().numpy()

@@ -60,6 +60,12 @@ def untied(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
+def responses(engine, prompts, n, temperature, max_tokens, key, version):
+    """`n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), as they end."""
+    requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
+    return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
+
+
 # --- ranks
 #
 # They are forked from this process, which has imported everything and started nothing. test_z_engines.py puts

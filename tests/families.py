@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from conftest import responses
 from ranks import make_samples
 from torch import Tensor
 from transformers import (
@@ -144,7 +145,7 @@ def compare_engine(path: str, kind: str) -> float:
     prompts = {0: [5, 6, 7], 1: [*range(40, 60)], 2: [*range(8, 19)]}
     for version in range(2):
         with engine.awake(dist.full_weights(policy), version):
-            samples = list(engine.generate(prompts, 3, 0.7, 24, (0,), version))
+            samples = list(responses(engine, prompts, 3, 0.7, 24, (0,), version))
         p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
         with torch.no_grad():
             logp = model.logprobs(policy, p, 0.7)[0]
@@ -165,7 +166,8 @@ def compare_rounds(path: str) -> float:
         prompts, ids, logps = {0: (5, 6, 7), 1: (*range(40, 60),), 2: (*range(8, 19),)}, [], []
         with engine.awake(dist.full_weights(model.load_policy(path)), version=0):
             for number in range(4):
-                samples = sorted(engine.generate(prompts, 1, 1.0, 4, (number,), 0), key=lambda s: s.prompt_id)
+                samples = responses(engine, prompts, 1, 1.0, 4, (number,), 0)
+                samples = sorted(samples, key=lambda s: s.prompt_id)
                 ids += [s.ids.tolist() for s in samples]
                 logps += [torch.from_numpy(s.logp) for s in samples]
                 prompts = {s.prompt_id: (*s.prompt, *s.ids.tolist()) for s in samples if not s.stopped}

@@ -32,6 +32,7 @@ from guard import lock
 from guard.selfcheck import selfcheck
 from guard.start import check_gold
 from guard.watch import watch
+from rollout import make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
@@ -336,9 +337,21 @@ def trained_in_turn(cfgs) -> dict[str, list[dict]]:
     return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}
 
 
-def engine_samples(cfg, prompts, options) -> dict:
-    """This rank's samples of its engine, by temperature and (prompt_id, sample_id), and the self-check's
-    result. `options`: arguments of Engine.generate."""
+def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
+    """By key, the tokens of this rank's trajectories with turns of an environment, in rounds of 5 tokens."""
+    before = engine.cfg
+    engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
+    problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
+    with make_grader(engine.cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
+        samples, left = rollout(engine, grader, problems, 3, 1.0, 24, (0, 1, 0), 3, carried=[])
+    engine.cfg = before
+    assert not left
+    return {(s.prompt_id, s.sample_id): (s.ids.tolist(), s.turns, s.is_sampled.tolist()) for s in samples}
+
+
+def engine_samples(cfg, prompts, env: str) -> dict:
+    """This rank's samples of its engine, by temperature and (prompt_id, sample_id), its trajectories with
+    turns in rounds, and the self-check's result."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names shared memory by the rank numbers alone, so two tests would share it. It stays on
@@ -350,12 +363,13 @@ def engine_samples(cfg, prompts, options) -> dict:
     engine = vllm_engine.VLLMEngine(cfg.model, tokenizer, cfg)
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(cfg.model, "cpu", shard_fn)
-    mine = {k: v for k, v in prompts.items() if k % engine.engines == engine.engine_id}
-    out = {}
+    keys = [(i, j) for i in prompts for j in range(3)]
+    mine, out = {k: prompts[k[0]] for k in keys[engine.rank::engine.ranks]}, {}
     for temperature in (0.0, 1.0):
         with engine.awake(dist.full_weights(policy), version=3):
-            samples = engine.generate(mine, **options | {"n": 3, "temperature": temperature})
+            samples = engine.generate(mine, dict.fromkeys(mine, 24), temperature, (0, 1, 0), 3)
             out[temperature] = {(s.prompt_id, s.sample_id): s for s in samples}
+    out["turns"] = turns_in_rounds(engine, policy, prompts, env)
 
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
@@ -395,7 +409,7 @@ def first_rows(cfgs):
 
 def gold_check(cfg) -> list[str]:
     """What check_gold says of cfg's data, and the message that it raises, if any."""
-    from rollout import load_sets, make_grader
+    from rollout import load_sets
 
     world, said = dist.init("cpu", "float32"), []
     tokenizer = model.load_tokenizer(cfg.model)

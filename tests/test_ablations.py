@@ -256,9 +256,9 @@ def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeyp
 def test_a_flipped_sign_and_wrong_grades_turn_what_they_say(restored, monkeypatch):
     sample = Sample(0, 0, (1,), np.array([1]), np.array([0.0]), True, "", 0)
     many = [dataclasses.replace(sample, prompt_id=i, reward=1.0) for i in range(2000)]
-    monkeypatch.setattr(train, "rollout", lambda: many)
+    monkeypatch.setattr(train, "rollout", lambda: (many, []))
     ablations.wrong_grades(ablations.REFERENCE, share=0.1)
-    assert 0.08 < fmean(s.reward == 0 for s in train.rollout()) < 0.12
+    assert 0.08 < fmean(s.reward == 0 for s in train.rollout()[0]) < 0.12
     group = [dataclasses.replace(sample, sample_id=i, reward=float(i == 0)) for i in range(8)]
     right = [s.advantage for s in train.add_group_advantages(group, ablations.REFERENCE)]
     ablations.flip_sign(ablations.REFERENCE)

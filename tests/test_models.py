@@ -6,7 +6,7 @@ import json
 import pytest
 import ranks
 import torch
-from conftest import ROOT, make_model, run_ranks
+from conftest import ROOT, make_model, responses, run_ranks
 from transformers import Qwen2Config
 
 import dist
@@ -89,9 +89,9 @@ def test_the_fused_decoder_equals_the_modules(family, folders, base, monkeypatch
     def sampled() -> tuple[bool, dict]:
         engine = torch_engine.TorchEngine(path, tokenizer, base)
         with engine.awake(dist.full_weights(policy), version=0):
-            samples = list(engine.generate({0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0))
-        responses = {(s.prompt_id, s.sample_id): (s.ids.tolist(), torch.tensor(s.logp)) for s in samples}
-        return engine.decoder.fused, responses
+            samples = list(responses(engine, {0: [5, 6, 7], 1: [8] * 9}, 3, 1.0, 12, (0,), 0))
+        found = {(s.prompt_id, s.sample_id): (s.ids.tolist(), torch.tensor(s.logp)) for s in samples}
+        return engine.decoder.fused, found
 
     fused, ours = sampled()
     monkeypatch.setattr(torch_engine, "LLAMA_LIKE", ())

@@ -138,7 +138,7 @@ def analogue(name, base, folder):
         preset, **{k: getattr(base, k) for k in sizes}, steps=2, eval_every=0, warmup_updates=0,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
-        kl_coef=500 * preset.kl_coef, reward=(f"{folder}/some.py:digits={weight}",))
+        kl_coef=5000 * preset.kl_coef, reward=(f"{folder}/some.py:digits={weight}",))
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -253,11 +253,14 @@ class Canned:
     """Where an engine is due: answers each prompt with the same text."""
 
     def __init__(self, cfg):
-        self.cfg = cfg
+        self.cfg, self.rank, self.ranks, self.engines = cfg, 0, 1, 1
 
-    def generate(self, prompts, *_):
-        for i in prompts:
-            yield dataclasses.replace(sample(3, 0.0), prompt_id=i, text="so it is 12.")
+    def gather(self, x):
+        return [x]
+
+    def generate(self, requests, *_):
+        for i, j in requests:
+            yield dataclasses.replace(sample(3, 0.0), prompt_id=i, sample_id=j, text="so it is 12.")
 
 
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
@@ -273,7 +276,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tiny, tmp_path):
     found = {i: data.Problem("?", (1,), "12", dataset=name) for name, i in texts}
 
     with rollout.make_grader(cfg) as grader:
-        samples = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
+        samples, _ = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
     assert [(s.reward, s.weight, s.answer) for s in samples] == [(1.0, 3.0, "12"), (0.0, 3.0, None),
                                                                  (0.25, 1.0, None)]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "dataset": "ifeval"}\n')
@@ -290,7 +293,7 @@ def graded(cfg, datasets):
     found = {i: data.Problem("?", (1,), golds[i % 2], dataset=name) for i, name in enumerate(datasets)}
 
     with rollout.make_grader(cfg) as grader:
-        samples = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
+        samples, _ = rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)
         return rollout.shape_rewards(samples, cfg)
 
 

@@ -23,10 +23,11 @@ import model
 import rollout
 from configs import PRESETS, UserError
 from data import Problem
+from engine import first_stop
 from engines import torch_engine
 from engines.torch_engine import TorchEngine, waves
 from log import read_metrics
-from rollout import moves, stop_across
+from rollout import moves
 
 PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
 BFLOAT16 = 2 ** -7  # exports are rounded to bfloat16, where rounding errors may become a whole unit
@@ -68,8 +69,10 @@ def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
             known = set().union(*dist.gather({s.prompt_id for s in carried}))
             flight = data.problems_at(problems, sorted(known.union(data.numbers_at(step, cfg))), cfg)
             with engine.awake(model.files_weights(folder, torch.device("cpu"), torch.float32), version=step):
-                chosen, samples, carried = rollout.rollout_in_rounds(
-                    engine, grader, flight, carried, cfg, step, lambda: False)
+                samples, carried = rollout.rollout(
+                    engine, grader, flight, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                    (cfg.seed, rollout.TRAIN, step), step, carried=carried)
+            chosen = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
             steps.append((chosen, samples))
             left.append(carried)
     return steps, left
@@ -98,7 +101,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
-        assert Counter(s.prompt_id for s in samples) == dict.fromkeys(range(4), 3)
+        assert Counter(s.prompt_id for s in samples) == dict.fromkeys(chosen, 3) and len(chosen) == 4
         assert all(step - 2 <= data.step_of(i, cfg) <= step for i in chosen) and chosen == sorted(chosen)
         assert all(s.reason and (s.stopped or len(s.ids) == 30) for s in samples)
         seen += chosen
@@ -114,7 +117,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
     for step, ((numbers, samples), rest) in enumerate(zip(steps, left, strict=True)):
-        keys = [(numbers[s.prompt_id], s.sample_id) for s in samples]
+        keys = [(s.prompt_id, s.sample_id) for s in samples]
         assert len(keys) == 12 and keys == sorted(keys) and {i for i, _ in keys} == set(numbers)
         ended = [(s.prompt_id, s.sample_id) for s in rest if s.reason]
         assert all(step - 1 <= data.step_of(i, cfg) for i, _ in keys)
@@ -134,12 +137,11 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
-    engine.generate = lambda prompts, *args: (rounds.append([divmod(i, 3) for i in prompts]),
-                                              generate(prompts, *args))[1]
+    engine.generate = lambda requests, *args: (rounds.append(list(requests)), generate(requests, *args))[1]
     flight = data.problems_at(problems, data.numbers_at(0, engine.cfg), engine.cfg)
     weights = model.files_weights(folder, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        rollout.rollout_in_rounds(engine, grader, flight, [], engine.cfg, 0, lambda: False)
+        rollout.rollout(engine, grader, flight, 3, 1.0, 30, (0,), 0, carried=[])
     return rounds
 
 
@@ -239,7 +241,8 @@ def test_a_round_reads_only_what_is_new_here(tiny, monkeypatch):
         return model.files_weights(tiny, "cpu", torch.float32)
 
     def go_on(prompts, step):
-        found = engine.generate(prompts, 1, 1.0, 4, (step,), 0)
+        requests = {(i, 0): ids for i, ids in prompts.items()}
+        found = engine.generate(requests, dict.fromkeys(requests, 4), 1.0, (step,), 0)
         return {s.prompt_id: s for s in found if not s.stopped}
 
     prompts = {i: problems[i].ids for i in range(8)}
@@ -265,19 +268,19 @@ def test_many_short_prompts_are_a_wave_of_their_own(tiny, monkeypatch):
     assert list(waves([1000] * 5 + [600] * 200, 100)) == [(0, 100), (100, 200), (200, 205)]
     assert list(waves([], 8)) == []
     engine, problems = setup(tiny, stop=())
-    prompts = {i: problems[i].ids * (1 + 4 * (i < 3)) for i in range(9)}
+    requests = {(i, j): problems[i].ids * (5 if i < 3 else 1) for i in range(9) for j in range(2)}
     found = []
     for cost in (50_000, 0):
         monkeypatch.setattr(torch_engine, "STEP_COST", cost)
         with engine.awake(model.files_weights(tiny, "cpu", torch.float32), version=0):
-            samples = engine.generate(prompts, 2, 1.0, 6, (1,), 0)
+            samples = engine.generate(requests, dict.fromkeys(requests, 6), 1.0, (1,), 0)
             found.append({(s.prompt_id, s.sample_id): s for s in samples})
     for key, s in found[0].items():
         assert s.ids.tolist() == found[1][key].ids.tolist()
         assert np.allclose(s.logp, found[1][key].logp, atol=1e-5)
 
 
-def test_stop_across_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
+def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
     tokenizer, rng = model.load_tokenizer(tiny), np.random.default_rng(0)
     stop, found = ("abc", "ba", "é"), 0
     for _ in range(500):
@@ -288,9 +291,9 @@ def test_stop_across_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
         counts = [sum(tokenizer.decode(ids[:cut + i].tolist()).count(s) for s in stop)
                   for i in range(len(after) + 1)]
         first = next((i for i in range(1, len(counts)) if counts[i] > counts[i - 1]), 0)
-        assert stop_across(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
+        assert first_stop(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
         found += first > 0
-    assert found > 300 and stop_across(before, after, (), tokenizer) == 0
+    assert found > 300 and first_stop(before, after, (), tokenizer) == 0
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
@@ -355,8 +358,7 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
     (dict(round_len=4, carry=0.25, tis_clip=None), "not corrected; needed: --tis_clip 2"),
     (dict(round_len=49), "--round_len 49 with .* has at most 48 tokens; needed: at most --round_len 48"),
     (dict(round_len=48, carry=0.25), "--round_len 48 with --carry 0.25, .*; needed: at most --round_len 47"),
-    (dict(round_len=4, resample_rounds=1), "--round_len 4 with --resample_rounds 1"),
-    (dict(round_len=4, tp=2), "--round_len 4 with --tp 2"),
+    (dict(round_len=4, carry=0.25, resample_rounds=1), "--carry 0.25 with --resample_rounds 1"),
     (dict(round_len=4, carry=9.0), "--carry is 9.0")])
 def test_what_does_not_go_together_is_refused(changes, said):
     with pytest.raises(UserError, match=said):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from conftest import maths, run_ranks
+from conftest import ROOT, maths, responses, run_ranks
 
 import data
 import dist
@@ -24,22 +24,30 @@ from guard import selfcheck as checks
 # Prompts may fill a block of vLLM's prefix cache, which has 128 tokens on a CPU.
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
                           stop=("</answer>",))
-OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # of Engine.generate
+OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # of conftest.responses
 TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
 
 
 @pytest.fixture(scope="session")
-def tp_samples(tiny):
+def env(tmp_path_factory) -> str:
+    """An environment that answers two turns."""
+    file = tmp_path_factory.mktemp("env") / "env.py"
+    file.write_text("def respond(problem, text, turn): return '=' * (turn < 3) or None\n")
+    return f"{file}:respond"
+
+
+@pytest.fixture(scope="session")
+def tp_samples(tiny, env):
     """Results of ranks.engine_samples on the ranks of two engines of two ranks each, by rank. With fewer than
     4 cores it is one engine, because waiting ranks keep a core busy. It runs before this process has a
     process group of its own."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
-    return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), OPTIONS)
+    return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), env)
 
 
-def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts):
+def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts, env):
     """Weights stream from shards on all ranks. Each sample is on one rank, with equal tokens and log-probs,
     and the ranks of an engine have equally many. The self-check passes."""
     engines, policy, _ = engines
@@ -53,6 +61,10 @@ def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samp
                 assert s.ids.tolist() == alone[k].ids.tolist()
                 assert np.abs(s.logp - alone[k].logp).max() < 1e-4
     assert all(error == "" and gap < 1e-4 for error, gap in (r["selfcheck"] for r in tp_samples))
+    alone = ranks.turns_in_rounds(engines["vllm"], policy, prompts, env)
+    assert alone == {k: v for r in tp_samples for k, v in r["turns"].items()}
+    assert sum(len(r["turns"]) for r in tp_samples) == len(alone)
+    assert {turns for _, turns, _ in alone.values()} >= {2, 3}
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +96,7 @@ def prompts(engines):
 def generate(engine, policy, prompts, **changes):
     """Samples by (prompt_id, sample_id), with the weights of `policy` and these changes of OPTIONS."""
     with engine.awake(dist.full_weights(policy), version=3):
-        return {(s.prompt_id, s.sample_id): s for s in engine.generate(prompts, **OPTIONS | changes)}
+        return {(s.prompt_id, s.sample_id): s for s in responses(engine, prompts, **OPTIONS | changes)}
 
 
 def check_logprobs(samples, policy, temperature):
@@ -165,9 +177,9 @@ def test_changed_weights_are_used(engine, tiny, policy, prompts):
 
 def test_stale_weights_are_refused(engine, policy, prompts):
     with pytest.raises(RuntimeError, match="step None"):
-        next(iter(engine.generate(prompts, **OPTIONS)))
+        next(iter(responses(engine, prompts, **OPTIONS)))
     with engine.awake(dist.full_weights(policy), version=2), pytest.raises(RuntimeError, match="step 2"):
-        next(iter(engine.generate(prompts, **OPTIONS)))
+        next(iter(responses(engine, prompts, **OPTIONS)))
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
@@ -184,19 +196,19 @@ def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, promp
 def test_a_response_cut_by_length_is_not_stopped(engine, policy, prompts):
     for s in generate(engine, policy, prompts, max_tokens=3, n=2).values():
         assert len(s.ids) <= 3 and (s.stopped or len(s.ids) == 3)
-    room = {0: [5] * (CFG.model_len - 2)}
-    assert len(generate(engine, policy, room)[0, 0].ids) <= 2
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
     """Each response is then the start of the one without it."""
-    limits = {prompt_id: 2 + 3 * prompt_id for prompt_id in prompts}
-    whole = generate(engine, policy, prompts, n=2)
-    cut = generate(engine, policy, prompts, n=2, max_tokens=limits)
+    limits = {(i, j): 2 + 3 * i for i in prompts for j in range(2)}
+    whole, requests = generate(engine, policy, prompts, n=2), {k: prompts[k[0]] for k in limits}
+    with engine.awake(dist.full_weights(policy), version=3):
+        samples = engine.generate(requests, limits, 1.0, OPTIONS["key"], 3)
+        cut = {(s.prompt_id, s.sample_id): s for s in samples}
     assert len(cut) == len(whole) and any(len(s.ids) < len(whole[k].ids) for k, s in cut.items())
     for k, s in cut.items():
-        assert s.ids.tolist() == whole[k].ids[:limits[k[0]]].tolist()
-        assert s.stopped == (whole[k].stopped and len(whole[k].ids) <= limits[k[0]])
+        assert s.ids.tolist() == whole[k].ids[:limits[k]].tolist()
+        assert s.stopped == (whole[k].stopped and len(whole[k].ids) <= limits[k])
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
@@ -207,10 +219,9 @@ def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, polic
     check_logprobs(generate(engine, policy, prompts), policy, 1.0)
 
 
-def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, tmp_path, monkeypatch):
+def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, env, monkeypatch):
     """And their first segments are the responses without an environment."""
-    (tmp_path / "env.py").write_text("def respond(problem, text, turn): return '=' * (turn < 3) or None\n")
-    cfg = dataclasses.replace(engine.cfg, env=f"{tmp_path}/env.py:respond", stop=tuple("aeiou0123456789"))
+    cfg = dataclasses.replace(engine.cfg, env=env, stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
     if isinstance(engine, torch_engine.TorchEngine):  # it looks only where a stop string could end
         monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
@@ -218,7 +229,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
     prompts = {i: p.ids for i, p in problems.items()}
     first = generate(engine, policy, prompts, n=2, key=(0, 1, 3))
     with rollout.make_grader(cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
-        samples = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 3), 3)
+        samples, _ = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 3), 3)
     assert max(s.turns for s in samples) > 1 and max(len(s.ids) for s in samples) <= 24
     for s in samples:
         before = first[s.prompt_id, s.sample_id].ids
@@ -273,7 +284,7 @@ def test_rollouts_are_graded_and_ordered(engine, policy, engines):
     texts = ["2+2=", "1+3=", "8/2="]
     problems = {i: data.Problem(t, tuple(tokenizer(t).input_ids), "4") for i, t in enumerate(texts)}
     with Grader() as grader, engine.awake(dist.full_weights(policy), version=3):
-        samples = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 0), 3)
+        samples, _ = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 0), 3)
     assert [(s.prompt_id, s.sample_id) for s in samples] == [(i, j) for i in range(3) for j in range(2)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in samples)
 
@@ -305,7 +316,7 @@ def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, tiny,
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt):].tolist()
     vllm, options = engines[0]["vllm"], OPTIONS | {"temperature": 0, "max_tokens": 8}
     with vllm.awake(load_file(exported / "model.safetensors").items(), version=3):
-        got = next(iter(vllm.generate({0: prompt}, **options))).ids.tolist()
+        got = next(iter(responses(vllm, {0: prompt}, **options))).ids.tolist()
     assert got == want[:len(got)] and len(got) > 0
 
 
@@ -372,7 +383,8 @@ def calls_of_llm(function) -> set[str]:
 def test_only_load_and_unload_wake_load_and_sleep():
     """In all source files: VLLMEngine.load wakes vLLM and loads weights, and VLLMEngine.unload sleeps."""
     methods, callers = {"wake_up", "sleep", "collective_rpc", "apply_model", "reset_prefix_cache"}, set()
-    for file in Path(engines.__file__).parent.parent.rglob("*.py"):
+    folders = "", "engines", "grading", "guard", "tools"
+    for file in (file for folder in folders for file in Path(ROOT, folder).glob("*.py")):
         for scope in ast.walk(ast.parse(file.read_text())):
             functions = scope.body if isinstance(scope, ast.ClassDef | ast.Module) else ()
             for function in functions:
@@ -388,7 +400,7 @@ def test_a_second_awake_is_refused_and_the_first_goes_on(engine, policy, prompts
         with pytest.raises(RuntimeError, match="awake already, with the weights of step 3"):
             with engine.awake(dist.full_weights(policy), version=4):
                 raise AssertionError("it woke")
-        samples = {(s.prompt_id, s.sample_id): s for s in engine.generate(prompts, **OPTIONS)}
+        samples = {(s.prompt_id, s.sample_id): s for s in responses(engine, prompts, **OPTIONS)}
     check_logprobs(samples, policy, 1.0)
 
 
@@ -448,7 +460,7 @@ def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, m
 
 def test_another_temperature_is_caught(engine, policy, engines, monkeypatch):
     real = engine.generate
-    monkeypatch.setattr(engine, "generate", lambda prompts, n, t, *rest: real(prompts, n, 1.2 * t, *rest))
+    monkeypatch.setattr(engine, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
     error, _ = selfcheck(engine, policy, engines[2])
     assert "after the first sync" in error and "sampled" in error and "a temperature other than 1" in error
 
@@ -456,7 +468,7 @@ def test_another_temperature_is_caught(engine, policy, engines, monkeypatch):
 def test_abandoned_requests_are_aborted(engine, policy, prompts):
     """The next call returns all of its own samples and no other ones."""
     with engine.awake(dist.full_weights(policy), version=3):
-        next(iter(engine.generate(prompts, **OPTIONS | {"n": 4})))
+        next(iter(responses(engine, prompts, **OPTIONS | {"n": 4})))
     samples = generate(engine, policy, prompts, n=2)
     assert sorted(samples) == [(prompt_id, i) for prompt_id in prompts for i in range(2)]
     check_logprobs(samples, policy, 1.0)
@@ -536,7 +548,7 @@ def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tm
 
     real = engine.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
-    monkeypatch.setattr(engine, "generate", lambda prompts, n, t, *rest: real(prompts, n, 1.2 * t, *rest))
+    monkeypatch.setattr(engine, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
     if engine.needs_selfcheck:
         with pytest.raises(UserError, match="self-check: on rank 0, .*a temperature other.*--no-selfcheck"):
             train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "a")))
