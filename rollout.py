@@ -4,7 +4,7 @@
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
 
     python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
-    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs; the flags in EVAL_FLAGS
+    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
 """
 
 import hashlib

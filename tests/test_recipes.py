@@ -32,7 +32,7 @@ from guard.start import check_parts
 from model import load_tokenizer
 from rollout import accuracy, majority, pass_at
 from tools import evaluate
-from tools.evaluate import EVAL_FLAGS, Candidate, eval_config, main, model_name, split_argv
+from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
 # The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
 ORZ = dict(
@@ -515,11 +515,6 @@ def test_the_standard_error_is_that_of_the_bootstrap_over_problems():
     assert evaluate.std_error([0.5]) is None and evaluate.std_error([]) is None
 
 
-def candidate(tokenizer, cfg):
-    """A model of which only the problems matter."""
-    return Candidate(cfg, cfg.model, tokenizer, rollout.load_sets(cfg, tokenizer, str), ())
-
-
 def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_path):
     """One of them dropped the long prompts. The paired error equals the formula and the bootstrap over
     problems, and is smaller than that of independent models, because hard problems are hard for both."""
@@ -528,14 +523,14 @@ def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_
                             for i in range(80)))
     cfg = dataclasses.replace(base, eval_data=(str(path),), max_prompt_len=16)
     tokenizer = load_tokenizer(tiny)
-    first, other = (candidate(tokenizer, cfg) for _ in range(2))
-    lengths = sorted({len(p.ids) for p in first.sets["d"]})
-    fewer = candidate(tokenizer, dataclasses.replace(cfg, max_prompt_len=lengths[-2]))
-    assert (len(other.sets["d"]), len(fewer.sets["d"])) == (80, 60)
+    first, other = (rollout.load_sets(cfg, tokenizer, str) for _ in range(2))
+    lengths = sorted({len(p.ids) for p in first["d"]})
+    fewer = rollout.load_sets(dataclasses.replace(cfg, max_prompt_len=lengths[-2]), tokenizer, str)
+    assert (len(other["d"]), len(fewer["d"])) == (80, 60)
     hard = rng.random(80)
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
     of_first, of_other = ({"d": {"avg@4": values.tolist()}} for values in (a, b))
-    found = evaluate.differences(other.sets, of_other, first.sets, of_first)["d"]
+    found = paired_differences(other, of_other, first, of_first)["d"]
     gap, error = found["metrics"]["avg@4"]["value"], found["metrics"]["avg@4"]["stderr"]
     assert found["problems"] == 80 and gap == pytest.approx((b - a).mean())
     assert error == pytest.approx((b - a).std(ddof=1) / 80 ** 0.5)
@@ -544,7 +539,7 @@ def test_two_models_are_compared_on_the_problems_that_both_have(base, tiny, tmp_
     assert error < 0.5 * (evaluate.std_error(a.tolist()) ** 2 + evaluate.std_error(b.tolist()) ** 2) ** 0.5
     kept = np.arange(80) % 4 != 3
     of_fewer = {"d": {"avg@4": b[kept].tolist()}}
-    found = evaluate.differences(fewer.sets, of_fewer, first.sets, of_first)["d"]
+    found = paired_differences(fewer, of_fewer, first, of_first)["d"]
     assert found["problems"] == 60
     assert found["metrics"]["avg@4"]["value"] == pytest.approx((b - a)[kept].mean())
     assert found["metrics"]["avg@4"]["stderr"] == pytest.approx((b - a)[kept].std(ddof=1) / 60 ** 0.5)
@@ -660,11 +655,8 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
 
 
 @pytest.mark.parametrize("argv,words", [
-    ("--temperature 0.1", "--temperature does nothing in evaluation; needed: --eval_temperature"),
-    ("--samples_per_prompt=4", "--samples_per_prompt does nothing in evaluation; needed: --eval_samples"),
-    ("--nonstop_penalty 1", "--nonstop_penalty does nothing"),
-    ("--overlong_buffer 9", "--overlong_buffer does nothing"),
-    ("--model x", "--model does nothing in evaluation; needed: -m tools.evaluate MODEL DATA"),
+    ("--temperature 0.1", "--temperature does nothing in evaluation; needed: a flag that python -m"),
+    ("--samples_per_prompt=4", "--samples_per_prompt does nothing"), ("--model y", "--model does nothing"),
     ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
     ("--reward math tags", "--reward tags does nothing"), ("--reward math=2", "--reward math=2 does nothing"),
     ("--reward math r.py:f", "--reward r.py:f does nothing"),
@@ -677,54 +669,48 @@ def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
 
 def test_evaluation_takes_the_flags_that_it_reads():
     argv = "/no/model x.jsonl --eval_temperature 0 --reward math d@r.py:f"
-    cfg = eval_config(argv.split())
+    cfg, = eval_configs(argv.split())
     assert (cfg.model, cfg.eval_data, cfg.eval_temperature) == ("/no/model", ("x.jsonl",), (0.0,))
     assert cfg.reward == ("math", "d@r.py:f")
-    long = eval_config([*argv.split(), "--max_response_len", "20000", "--pack_len", "30000"])
+    long, = eval_configs([*argv.split(), "--max_response_len", "20000", "--pack_len", "30000"])
     assert long.model_len == long.max_prompt_len + 20000  # and not the preset's 8192
     assert set(EVAL_FLAGS) <= {f.name for f in dataclasses.fields(cfg)}
 
 
 def test_a_chat_model_is_evaluated_without_orzs_stop_strings():
     def stops(*argv):
-        return eval_config(["/no/model", "x.jsonl", *argv]).stop
+        return eval_configs(["/no/model", "x.jsonl", *argv])[0].stop
 
     assert stops() == PRESETS["orz-7b"].stop == stops("--template", "orz")
     assert stops("--template", "chat") == () == stops("--template=chat")
     assert stops("--template", "chat", "--stop", "</answer>") == ("</answer>",)
 
 
-def test_the_help_has_models_and_data_first_and_only_the_flags_that_evaluation_reads(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_help_has_models_and_data_first_and_only_the_flags_that_evaluation_reads(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--help"])
     text = capsys.readouterr().out
-    usage, *lines = text.splitlines()
-    assert e.value.code == 0 and usage.startswith("usage: -m tools.evaluate MODEL [MODEL …] DATA [DATA …] ")
-    assert max(map(len, [usage, *lines])) <= 80
-    assert any(line.startswith("    python -m tools.evaluate ") for line in lines)
-    flags = set(re.findall(r"^  --(\w+)", text, re.M))
-    assert flags == set(EVAL_FLAGS)
-    for found in ("[0 or more]", "[above 0, up to 1]", "(default: 16)", "runs/eval/MODEL/DATA"):
+    assert e.value.code == 0
+    assert text.startswith("usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]\n")
+    assert max(map(len, text.splitlines())) <= 80 and "\n    python -m tools.evaluate " in text
+    assert set(re.findall(r"^  --(\w+)", text, re.M)) == set(EVAL_FLAGS) - {"out"}
+    for found in ("[0 or more]", "[above 0, up to 1]", "(default: (16,))", "Results go to --out"):
         assert found in text
 
 
-def test_models_end_at_the_first_data_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.json").mkdir()  # a folder is no data file
-
+def test_models_end_at_the_first_data_file():
     def split(text):
-        models, files, flags = split_argv(text.split())
-        return " ".join(models), " ".join(files), " ".join(flags)
+        cfgs = eval_configs(text.split())
+        return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0].seed
 
-    assert split("m a.json --seed 1") == ("m", "a.json", "--seed 1")
-    assert split("m n O/N a.jsonl O/D") == ("m n O/N", "a.jsonl O/D", "")
-    assert split("m O/D:main/a.parquet b.json --out x") == ("m", "O/D:main/a.parquet b.json", "--out x")
-    assert split("m O/D") == ("m", "O/D", "") == split("m O/D ")
-    assert split("m m.json a.json") == ("m m.json", "a.json", "")
-    assert split("a.json b.json") == ("a.json", "b.json", "") and split("m") == ("m", "", "")
-    with pytest.raises(UserError, match="the same model twice; needed: each model once"):
-        eval_config(["m", "./m", "a.json"])
+    assert split("m a.json --seed 1") == ("m", "a.json", 1)
+    assert split("m n O/N a.jsonl O/D") == ("m n O/N", "a.jsonl O/D", 0)
+    assert split("m O/D:main/a.parquet b.json --seed=2") == ("m", "O/D:main/a.parquet b.json", 2)
+    assert split("m O/D") == ("m", "O/D", 0) and split("a.json b.json") == ("a.json", "b.json", 0)
+    for argv, words in (["m"], "tools.evaluate m; needed: python -m"), ([], "tools.evaluate ; needed"), (
+            ["m", "./m", "a.json"], "the same model twice; needed: each model once"):
+        with pytest.raises(UserError, match=re.escape(words)):
+            eval_configs(argv)
 
 
 def test_models_of_one_folder_name_have_names_that_differ(tmp_path, monkeypatch):
@@ -752,7 +738,7 @@ def outcome(argv) -> str:
 
 def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
     """`python -m tools.evaluate` on two ranks gives all numbers of one rank, bit by bit. They are those of
-    the samples, which are all in the file. lm_eval.json has the same ones."""
+    the samples, which are all in the file."""
     found, (name,) = [], rollout.set_names([base.data[0]])
     for count in (1, 2):
         out = tmp_path / str(count)
@@ -769,18 +755,12 @@ def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
         assert metrics["avg@4"]["value"] == pytest.approx(means.mean())
         assert metrics["avg@4"]["stderr"] == pytest.approx(means.std(ddof=1) / 40 ** 0.5)
         assert {"pass@2", "pass@4", "maj@4", "response_len", "truncated"} <= set(metrics)
-        task = json.loads((out / "lm_eval.json").read_text())
-        of_task = {"alias": name} | {f"{m},none": s["value"] for m, s in metrics.items()} | {
-            f"{m}_stderr,none": s["stderr"] for m, s in metrics.items()}
-        assert task["results"] == {name: of_task}
-        assert task["n-samples"] == {name: {"original": 40, "effective": 40}}
     assert found[0] == found[1]
     assert (found[0]["sets"][name]["problems"], found[0]["sets"][name]["samples"]) == (40, 4)
     assert found[0]["flags"]["max_response_len"] == 24 and found[0]["flags"]["engine"] == "torch"
     assert found[0]["model"] == tiny and {"torch", "transformers", "math-verify"} == set(found[0]["versions"])
     assert run_ranks(2, outcome, argv) == [
-        f"{out} has lm_eval.json, samples.jsonl, scores.json already; needed: an --out that is new or empty, "
-        "or no --out"] * 2
+        f"{out} is not empty; needed: an --out that is new or empty, or no --out"] * 2
     assert json.loads((out / "scores.json").read_text())["sets"] == found[1]["sets"]
 
 
