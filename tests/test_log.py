@@ -102,12 +102,12 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
     assert len(raised(rows)) == 1
 
 
-@pytest.mark.parametrize("name", ["entropy", "length", "uniform", "critic"])
-def test_success_raises_no_alarm(name):
-    rows = [r | {"reward": 0.95} for r in learning()]
-    for r in rows[40:]:
-        r |= WRONG[name][0] | {"reward": 0.95}
-    assert raised(rows) == []
+def test_success_raises_no_alarm():
+    for name in ("entropy", "length", "uniform", "critic"):
+        rows = [r | {"reward": 0.95} for r in learning()]
+        for r in rows[40:]:
+            r |= WRONG[name][0] | {"reward": 0.95}
+        assert raised(rows) == [], name
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
@@ -521,16 +521,3 @@ def test_the_table_is_the_metrics_of_a_run(two_ranks, unusual):
             assert in_special and not in_usual, f"{name} comes with {ONLY[name]} alone"
         else:
             assert in_usual or name in ELSEWHERE, f"no run has {name}"
-
-
-def test_the_table_has_every_phase_and_reason():
-    from grading.worker import REASONS
-
-    names = {row[0] for row in ROWS}
-    source = (ROOT / "train.py").read_text(encoding="utf-8")
-    phases = re.findall(r'phase\("(\w+)"\)', source)
-    # wake, sync and sleep come from the engine's ledger, step from the clock.
-    assert {n for n in names if n.startswith("time/")} == {f"time/{p}" for p in (
-        *phases, "wake", "sync", "sleep", "step")}
-    assert {n for n in names if n.startswith("grade/")} == {f"grade/{reason}" for reason in REASONS}
-    assert all(f'"{name}"' in source for name in ELSEWHERE)

@@ -231,7 +231,7 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
     drawn.clear()
     plot(runs, tmp_path / "two.png")
     assert [list(lines) for _, _, lines, _ in drawn] == [[str(run) for run in runs]] * 9
-    assert {title.split(": ")[-1] for _, title, _, _ in drawn} == {
+    assert {title for _, title, _, _ in drawn} == {
         key for key in rows[0] if re.fullmatch(COMPARED, key)}
 
 

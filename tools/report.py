@@ -122,7 +122,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
         for key in keys:
             if re.fullmatch(COMPARED, key):
                 lines = {name: [_curve(rows, key) for rows in group] for name, group in data.items()}
-                panels.append((f"{title}: {key}", lines, scale))
+                panels.append((key, lines, scale))
     height = max(1, math.ceil(len(panels) / 3))
     figure = Figure(figsize=(13.2, 3.6 * height), dpi=130, layout="constrained")
     for part, panel in zip(figure.subfigures(height, 3).flat, panels, strict=False):
