@@ -277,7 +277,9 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     plan_table = check_fit(cfg, world, epoch_len(problems), say)
     grader = dist.together(lambda: make_grader(cfg))
     engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
-    check_gold(problems, held_out, grader, cfg, world, say)
+    check_gold("--data", problems, grader, cfg, world, say)
+    for name, part in held_out.items():
+        check_gold(f"evaluation set {name}", part, grader, cfg, world, say, refuse=False)
     policy, critic, ref = load_models(cfg, world)
     saved = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in saved if role}

@@ -1,77 +1,83 @@
 """The lock of a run's folder: two runs never write to one folder, on one host or on several."""
 
 import atexit
+import contextlib
 import json
 import os
 import secrets
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from configs import require
 
 HEARTBEAT = 20.0  # seconds after which a run renews the time of its lock
-DEAD = 120.0  # seconds without a heartbeat, after which its folder may be taken over
+DEAD = 120.0  # seconds without a heartbeat, after which another run may take the folder
 
 
-class FolderLock:
-    """A run's claim on its folder: a file that names host and process, with a heartbeat. The lock of a
-    process that is gone on this host, or of one elsewhere whose heartbeat stopped, is taken over."""
+class FolderLock(contextlib.AbstractContextManager):
+    """A run's claim on its folder: a file that names host and process. A thread renews the file's time, the
+    heartbeat. A run takes over the lock of a process that is dead on the same host, or that is on another
+    host and has no heartbeat any more. (A kernel's lock of a dead host stays on NFS.)"""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
-        self.made: list[Path] = []  # folders that were made for this run, innermost first
+        self.made: list[Path] = []  # folders that `claim` made, innermost first
         self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
                      "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
-    def claim(self) -> str:
-        """Take the lock. Returns an error message or "". May wait DEAD seconds for another host's heartbeat.
-        Raises OSError."""
-        while True:
-            try:
-                with self.file.open("x") as file:
-                    json.dump(self.mine, file)
-                break
-            except FileExistsError:
-                owner = self._owner()
-                if self._is_alive(owner):
-                    return (f"{self.file.parent} is in use by process {owner.get('pid')} on "
-                            f"{owner.get('host')}; needed: the end of that run, or another --out")
-                if self._owner() == owner:
-                    self.file.unlink(missing_ok=True)
+    def claim(self) -> None:
+        """Make the folder and take its lock. May wait DEAD seconds for another host's heartbeat. Raises
+        UserError where another run has the folder, and OSError."""
+        folder = self.file.parent
+        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        while not self._create():
+            owner = self.owner()
+            require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
+                    f"{owner.get('host')}", "the end of that run, or another --out")
+            if self.owner() == owner:
+                self.file.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True, name="lock").start()
         atexit.register(self.release)
-        return ""
 
-    def __enter__(self) -> "FolderLock":
-        return self
+    def _create(self):
+        try:
+            with self.file.open("x") as file:
+                json.dump(self.mine, file)
+            return True
+        except FileExistsError:
+            return False
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Give the folder free, if it is still this run's. A run that was refused leaves no empty folders."""
+        """Remove the lock, if it is still this run's, and empty folders that `claim` made."""
         self.ended.set()
-        with suppress(OSError):  # on a disk that failed it stays, and counts for nothing
-            if self._owner() == self.mine:
+        with contextlib.suppress(OSError):  # a lock on a disk that failed stays, without a heartbeat
+            if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
                 for folder in self.made:
                     folder.rmdir()  # OSError where it is not empty
 
-    def _owner(self):
+    def owner(self) -> dict[str, Any]:
+        """What the lock says of its run; {} where there is no lock that can be read."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
 
     def _is_alive(self, owner):
-        host, system, pid = (owner.get(key) for key in ("host", "system", "pid"))
-        if system == self.mine["system"]:
-            return pid != os.getpid() and owner["start"] == _start_of(pid)
+        """Whether the run that has the lock is alive. On another host: whether it renews the lock."""
+        if owner.get("system") == self.mine["system"]:
+            return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
         patience = DEAD - max(0.0, _now_at(self.file.parent) - before)  # its clock may be ahead
         if patience > 0:
-            print(f"{self.file} is of process {pid} on {host}; waiting for its heartbeat", flush=True)
+            print(f"{self.file} is of another host; waiting for its heartbeat", flush=True)
         while self._beaten() == before and time.monotonic() - began < patience:
             time.sleep(2)
         return self._beaten() not in (before, 0.0)
@@ -86,9 +92,9 @@ class FolderLock:
     def _beat(self):
         """Renew the lock's time, until another run has the folder: then this one must not write any more."""
         while not self.ended.wait(HEARTBEAT):
-            owner = self._owner()
+            owner = self.owner()
             if owner == self.mine:
-                with suppress(OSError):
+                with contextlib.suppress(OSError):
                     os.utime(self.file)
             elif owner and owner["pid"] == os.getpid():  # a later run of this notebook
                 return
@@ -99,16 +105,16 @@ class FolderLock:
 
 
 def _system():
-    """What tells whether two processes see the same process numbers. Hosts may share a name; containers may
-    share a kernel."""
-    with suppress(OSError):
+    """Identity of the process numbers that this process sees. Hosts may share a name, and containers a
+    kernel."""
+    with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """When a process of this host started, or "" where there is none: numbers of processes are used again."""
-    with suppress(OSError):
+    """When a process of this host started, or "" where there is none: process numbers are used again."""
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 

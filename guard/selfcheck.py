@@ -1,6 +1,5 @@
 """Does the engine sample from the policy that is trained? Compares their log-probs before the first step."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -51,9 +50,9 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     """Prompts for `selfcheck` (prompt_id -> tokens): four problems, and one of up to 300 tokens, which fills
     blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
-    endless = itertools.cycle([i for p in problems[:64] for i in p.ids])
-    long = list(itertools.islice(endless, min(300, limit)))
-    return dict(enumerate([*(list(p.ids)[:limit] for p in problems[:4]), long]))
+    tokens = [i for p in problems[:64] for i in p.ids]
+    long = (tokens * 300)[:300]
+    return {i: ids[:limit] for i, ids in enumerate([*(list(p.ids) for p in problems[:4]), long])}
 
 
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],

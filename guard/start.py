@@ -4,22 +4,21 @@ rank.
 In the order of a start: the same program on all ranks; a folder that all ranks share and no other run uses,
 with space on its disk (`preflight`); the same data and weights on all ranks (`check_same`); does the run fit
 on the devices (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
-policy that is trained (`check_engine`); can the first responses teach anything (`first_look`)."""
+policy that is trained (selfcheck.py); can the first responses teach anything (`first_look`)."""
 
 import fnmatch
 import hashlib
 import json
 import os
+import random
+import secrets
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import ckpt
@@ -31,7 +30,7 @@ from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
 from log import metric_meanings
 from model import folder_fingerprint, load_config, load_tokenizer
-from rollout import CHECK, accuracy, graders_of, reward_files, terms_of
+from rollout import accuracy, graders_of, reward_files, terms_of
 from tools import plan
 
 # --- the machines
@@ -52,41 +51,68 @@ def check_ranks(cfg: Config, ranks: int) -> None:
             f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
 
 
-def preflight(cfg: Config, main: bool) -> tuple[Path, "FolderLock"]:
-    """The run's folder as an absolute path, and its lock. All ranks run the same program and see and can
-    write the same folder; no other run uses it, and its disk has space for the checkpoints. Raises UserError,
-    the same on every rank, with host names."""
+def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
+    """The run's folder as an absolute path, and its lock. All ranks run the same program, and see and can
+    write the same folder; no other run uses it; its disk has space for the checkpoints. Raises UserError, the
+    same on every rank, with host names."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
-        _take(cfg, folder, lock, main)
+        check_same("runs", dist.together(lambda: program(cfg)),
+                   "the same code, packages and command line on every machine")
+        dist.together(lambda: claim_folder(cfg, lock) if main else None)
+        owner = dist.gather(lock.mine)[0]
+        dist.together(lambda: check_shared(folder, owner))
+        dist.together(lambda: check_space(cfg, folder))
     except UserError:
         lock.release()
         raise
     return folder, lock
 
 
-def _take(cfg, folder, lock, main):
-    """Make and lock the folder, and check what `preflight` says."""
-    host = os.uname().nodename
-    main_host = dist.gather(host)[0]
-    check_same("runs", dist.together(lambda: program(cfg)),
-               "the same code, packages and command line on every machine")
-    probe = folder / f".probe-{os.environ.get('MASTER_PORT', '0')}"
-    agree(_make_folder(cfg, folder, probe, lock) if main else "")
-    own, error = folder / f".probe-{host}-{os.getpid()}", ""
+def claim_folder(cfg: Config, lock: FolderLock) -> None:
+    """Make the run's folder and take its lock. Raises UserError where another run uses the folder, or where
+    it has files that this run would write over."""
+    folder = lock.file.parent
     try:
-        if not probe.exists():
-            error = f"{host} doesn't see {folder} as rank 0 on {main_host} does"
-        own.touch()
-        own.unlink()
+        found = sorted(path.name for path in folder.glob("*") if path != lock.file)
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        require(cfg.resume != "never" or restarted or not found,
+                f"{folder} is not empty, and --resume is never", "an empty --out, or --resume auto")
+        foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
+        require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
+                "another --out")
+        lock.claim()
     except OSError as e:
-        error = f"can't write to {folder} on {host} ({e.strerror})"
-    errors = sorted({e for e in dist.gather(error) if e})
-    if main:
+        raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a writable "
+                        "folder") from None
+
+
+# What a run writes in its folder. It writes over them only where `is_run`.
+WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
+           "nonfinite plot.png report.html").split()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether torz has written to this folder: it has a killed run's lock, a run's config or a
+    checkpoint."""
+    with suppress(OSError, ValueError):
+        if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
+            return True
+    return (folder / "lock").exists() or bool(ckpt.complete(folder))
+
+
+def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
+    """Raises UserError where this rank can't write to the folder, or sees another one under its name.
+    `owner`: rank 0's lock in the folder."""
+    needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
+    require(FolderLock(folder / "lock").owner() == owner,
+            f"this host doesn't see {folder} as rank 0 on {owner['host']} does", needed)
+    try:
+        probe.touch()
         probe.unlink()
-    require(not errors, "; ".join(errors), "--out on a file system that all ranks share")
-    agree(space_shortage(cfg, folder))
+    except OSError as e:
+        raise UserError(f"can't write to {folder} ({e.strerror}); needed: {needed}") from None
 
 
 def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
@@ -114,15 +140,8 @@ def checkpoint_id(path: Path | None) -> str:
     return f"{path.name} {hashlib.sha256(mark).hexdigest()[:8]}" if path else "none"
 
 
-def agree(message: str) -> None:
-    """Raise UserError on every rank if rank 0 has a message."""
-    message = dist.gather(message)[0]
-    if message:
-        raise UserError(message)
-
-
 def program(cfg: Config) -> dict[str, str]:
-    """What must be equal on all ranks: versions, and hashes of the code, the config and the reward files."""
+    """Versions of the packages, and hashes of the code, the config and the reward files."""
     code = hashlib.sha256()
     for file in sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py")):
         code.update(file.read_bytes())
@@ -130,55 +149,16 @@ def program(cfg: Config) -> dict[str, str]:
                             "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]} | reward_files(cfg)
 
 
-def _make_folder(cfg, folder, probe, lock):
-    """Make the folder, take its lock, and make a probe file in it. Returns an error message or ""."""
-    try:
-        lock.made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        found = sorted({path.name for path in folder.iterdir()} - {"lock"})
-        if cfg.resume == "never" and not restarted and found:
-            return f"{folder} is not empty, and --resume is never; needed: an empty --out, or --resume auto"
-        foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
-        if foreign:
-            return f"{folder} has {', '.join(foreign)}, which no run of torz wrote; needed: another --out"
-        if error := lock.claim():
-            return error
-        probe.touch()
-    except OSError as e:
-        host = os.uname().nodename
-        return f"can't write to {folder} on {host} ({e.strerror}); needed: --out with a writable folder"
-    return ""
-
-
-# What a run writes in its folder. It writes over them only where `is_run`.
-WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
-           "nonfinite plot.png report.html").split()
-
-
-def is_run(folder: Path) -> bool:
-    """Whether torz has written to this folder: it has a run's lock, config or checkpoint."""
-    with suppress(OSError, ValueError):
-        if json.loads((folder / "lock").read_text()).keys() >= {"host", "pid"}:
-            return True
-    with suppress(OSError, ValueError):
-        if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
-            return True
-    return bool(ckpt.complete(folder))
-
-
-def space_shortage(cfg: Config, folder: Path) -> str:
-    """Why the folder's disk is too small for the run's checkpoints and exports, or "". Raises UserError for
-    --model."""
+def check_space(cfg: Config, folder: Path) -> None:
+    """Raises UserError where the folder's disk is too small for the run's checkpoints and exports."""
     policy, critic = model_shapes(cfg)
     files = plan.disk(cfg, policy.policy, critic.critic if cfg.algo == "ppo" else 0)
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
-    if free >= files["needed"]:
-        return ""
-    one, exports, needed = (gib(files[name]) for name in ("checkpoint", "exports", "needed"))
-    return (f"{gib(free)} free in {folder} for {files['checkpoints']} checkpoints of {one} and an "
-            f"export of {exports}; needed: {needed}, so a smaller --keep, or another --out")
+    require(free >= files["needed"],
+            f"{gib(free)} free in {folder} for {files['checkpoints']} checkpoints of "
+            f"{gib(files['checkpoint'])} and an export of {gib(files['exports'])}",
+            f"{gib(files['needed'])}, so a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
@@ -238,52 +218,45 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
 
 # --- the gold answers
 
-
-def check_gold(problems: Sequence[Problem], held_out: Mapping[str, Sequence[Problem]], grader: Grader,
-               cfg: Config, world: dist.World, say: Callable[[str], None]) -> None:
-    """Raises UserError, unless cfg.go, where over 1 % of the gold answers can't be graded: math-verify does
-    not read them, or no answer can equal them. Their number and the first five are printed. Those of the
-    held-out sets (name -> problems) are only told.
-
-    The ranks share the work. The result is kept in the run's gold.json, for a resumed run to which nothing
-    changed that decides it. Gold answers that only a custom reward sees may be anything."""
-    file, results = Path(cfg.out) / "gold.json", {}
-    known = dist.gather(_read_object(file))[0]
-    sets = {"--data": problems} | {f"evaluation set {name}": part for name, part in held_out.items()}
-    for name, part in sets.items():
-        compared = compared_datasets(part, cfg)
-        key, result = gold_key(part, cfg), known.get(name)
-        if not compared:
-            continue
-        if not isinstance(result, dict) or result.get("key") != key:
-            result = {"key": key, **try_golds(part, compared, grader, cfg, world)}
-            if part is problems:
-                say(f"{result['checked']} gold answers checked in {result['seconds']} s")
-        results[name] = result
-        found = hopeless_as_text(part, result)
-        if found:
-            say(found if part is problems else f"{name}: {found}")
-        refused = part is problems and not cfg.go and too_many_hopeless(result)
-        require(not refused, found, GOLD_NEEDED)
-    if results != known and world.main:  # a refused run leaves nothing in its folder
-        file.write_text(json.dumps(results) + "\n")
+GOLD_SAMPLE = 2_000  # gold answers that are checked, at random where there are more
+GOLD_LIMIT = 0.01  # share of the checked ones that may fail
 
 
-def _read_object(file):
-    """A JSON object in a file; {} where there is none."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
+def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
+               say: Callable[[str], None], refuse: bool = True) -> None:
+    """Print how many gold answers of the data set `name` can't be graded, and the first five. Raises
+    UserError where they are over GOLD_LIMIT, if `refuse` and not cfg.go. The ranks share the work.
+
+    A gold answer that only a custom reward sees may be anything."""
+    terms = terms_of(cfg)
+    compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
+    indices = [i for i, p in enumerate(problems) if p.dataset in compared]
+    if len(indices) > GOLD_SAMPLE:
+        indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
+    bad = sum(dist.gather(ungradable(problems, indices[world.rank::world.size], grader)), [])
+    shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
+    found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
+    if bad:
+        say(found)
+    require(not refuse or cfg.go or len(bad) <= GOLD_LIMIT * len(indices), found, "answers that math-verify "
+            'reads, another --reward, "reward": "exact" in such rows, or --go')
 
 
-def gold_key(problems: Sequence[Problem], cfg: Config) -> str:
-    """Hash of what decides which gold answers can be graded: the answers, the rewards and the code that
-    compares."""
-    flags = repr((cfg.reward, cfg.extractor, cfg.grade_deadline))
-    code = [file.read_text() for file in sorted(Path(ROOT, "grading").glob("*.py"))]
-    parts = [fingerprint(problems), flags, version("math-verify"), *code]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
+    """The indices of gold answers that no answer can equal, or that raise an error when another answer is
+    compared with them. Comparing them with themselves would show nothing: equal texts are not parsed."""
+    bad = []
+    for i in indices:
+        gold, kind = problems[i].answer.strip(), problems[i].kind
+        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
+            bad.append(i)
+        elif kind == "math":
+            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
+            other = "-1.5" if "." in gold else "-1"
+            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+    grades = grader.results()
+    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
+    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
 # --- reward parts
@@ -311,94 +284,42 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
                say: Callable[[str], None], errors: Sequence[str] = ()) -> None:
     """Print three of the first step's prompts with a response, and how all responses were graded. Raises
     UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
-    because a base model may be right one time in twenty. Where the extractor found no answer, those that
-    would have found one are named. `errors`: what this rank's graders raised."""
-    shown = [s for s in samples if s.sample_id == 0 and s.prompt_id < 3]
-    others = Counter(name for s in samples if s.reason == "unparsed" for name in readers(s.text))
-    parts = dist.gather((Counter(s.reason for s in samples), others, sum(s.reward != 0 for s in samples),
-                         shown, list(errors)[:1]))
+    because a base model may be right one time in twenty. `errors`: what this rank's graders raised."""
+    shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
+    reasons = sum(dist.gather(Counter(s.reason for s in samples)), Counter())
+    found = Counter(name for s in samples if s.reason == "unparsed" for name in readers(s.text))
+    found = sum(dist.gather(found), Counter())
+    errors = sum(dist.gather(list(errors)[:1]), [])
+    scored = any(dist.gather(any(s.reward for s in samples)))
     if dist.stop_requested():
         return
-    counters, others, scored, shown, errors = zip(*parts, strict=True)
-    reasons, others, shown = sum(counters, Counter()), sum(others, Counter()), sum(shown, [])
     for s in sorted(shown, key=lambda s: s.prompt_id):
-        text = " ".join(tokenizer.decode(list(s.prompt)).split())
-        say(f"\nprompt    {text if len(text) < 400 else f'{text[:200]} … {text[-190:]}'}")
-        say(f"tokens    {' '.join(map(str, s.prompt[:12]))}{' …' * (len(s.prompt) > 12)} ({len(s.prompt)})")
-        say(f"response  {' '.join(s.text.split())[:400] or '(empty)'}")
-        say(f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}")
+        say(as_text(s, batch[s.prompt_id], tokenizer))
     total, cut = sum(reasons.values()), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     say(f"\nof the first {total} responses: {graded}\n")
-    found = ", ".join(f"{name} in {n}" for name, n in others.most_common() if name != "whole")
-    if found:
+    extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common() if name != "whole")
+    if extractors:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} of them; others "
-            f"would: {found}\n")
+            f"would: {extractors}\n")
     require(cfg.go or cut <= total / 2,
             f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
             "score 0",
             "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
     mostly = reasons.most_common(1)[0][0]
-    first = f"; the first: {ascii(sum(errors, [])[0])[1:-1]}" if mostly == "error" and any(errors) else ""
-    remedy = {"unparsed": f"an --extractor that finds answers ({found or 'none does'}), or a --template that "
-                          "asks for the format of this one",
+    first = f"; the first: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
+    remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "
+                          "that asks for the format of this one",
               "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
-    require(cfg.go or sum(scored) > 0, f"all of the first {total} responses score 0 ({mostly} mostly{first})",
+    require(cfg.go or scored, f"all of the first {total} responses score 0 ({mostly} mostly{first})",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
 
 
-# --- gold answers that can't be graded
-
-GOLD_SAMPLE = 20_000  # gold answers that are checked: all of them, or so many at random
-GOLD_LIMIT = 0.01  # share of them that may fail
-GOLD_NEEDED = 'answers that math-verify reads, another --reward, "reward": "exact" in such rows, or --go'
-
-
-def compared_datasets(problems: Sequence[Problem], cfg: Config) -> set[str]:
-    """The data sets whose answers are compared. Gold answers that only a custom reward sees may be
-    anything."""
-    terms, datasets = terms_of(cfg), {p.dataset for p in problems}
-    return {d for d in datasets if any(t.kind for t in graders_of(d, terms))}
-
-
-def too_many_hopeless(result: Mapping[str, Any]) -> bool:
-    """Whether more gold answers than GOLD_LIMIT can't be graded. `result`: of try_golds."""
-    return len(result["hopeless"]) > GOLD_LIMIT * result["checked"]
-
-
-def hopeless_as_text(problems: Sequence[Problem], result: Mapping[str, Any]) -> str:
-    """The number of gold answers that can't be graded, and the first five; "" where there are none."""
-    bad = result["hopeless"]
-    some = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in bad[:5]] + ["…"] * (len(bad) > 5)
-    return f"{len(bad)} of {result['checked']} gold answers can't be graded: {', '.join(some)}" if bad else ""
-
-
-def try_golds(problems: Sequence[Problem], compared: Collection[str], grader: Grader, cfg: Config,
-              world: dist.World) -> dict[str, Any]:
-    """How many gold answers were checked by all ranks, the indices of hopeless ones, and the seconds.
-    `compared`: the data sets whose answers are compared."""
-    start = time.perf_counter()
-    indices = np.array([i for i, p in enumerate(problems) if p.dataset in compared])
-    if len(indices) > GOLD_SAMPLE:
-        indices = np.random.default_rng([cfg.seed, CHECK]).choice(indices, GOLD_SAMPLE, replace=False)
-    parts = dist.gather(hopeless(problems, indices[world.rank::world.size].tolist(), grader))
-    return {"checked": len(indices), "hopeless": sorted(sum(parts, [])),
-            "seconds": round(time.perf_counter() - start, 1)}
-
-
-def hopeless(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Those of `indices` whose gold answers no answer can equal, or that raise an error when another answer
-    is compared with them. An equal text would not do: it is right before anything is parsed."""
-    bad = []
-    for i in indices:
-        gold, kind = problems[i].answer.strip(), problems[i].kind
-        if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
-            bad.append(i)
-        elif kind == "math":
-            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
-            other = "-1.5" if "." in gold else "-1"
-            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
-    grades = grader.results()
-    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
-    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
+def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
+    """A prompt, its response and how that was graded, for the screen."""
+    prompt = " ".join(tokenizer.decode(list(s.prompt)).split())
+    if len(prompt) >= 400:
+        prompt = f"{prompt[:200]} … {prompt[-190:]}"
+    return (f"\nprompt    {prompt}\nresponse  {' '.join(s.text.split())[:400] or '(empty)'}\n"
+            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {problem.answer!r}")

@@ -417,7 +417,9 @@ def gold_check(cfg) -> list[str]:
     held_out = load_sets(cfg, tokenizer, lambda text: None)
     with make_grader(cfg) as grader:
         try:
-            check_gold(problems, held_out, grader, cfg, world, said.append)
+            check_gold("--data", problems, grader, cfg, world, said.append)
+            for name, part in held_out.items():
+                check_gold(name, part, grader, cfg, world, said.append, refuse=False)
         except UserError as e:
             said.append(f"refused: {e}")
     dist.gather(None)

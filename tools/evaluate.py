@@ -30,7 +30,7 @@ from configs import DATA_FILES, Config, UserError, help_class, parse, require, u
 from data import Problem, fingerprint
 from engine import Engine, eos_ids, free_cache
 from grading.worker import Grader
-from guard.start import GOLD_NEEDED, compared_datasets, hopeless_as_text, too_many_hopeless, try_golds
+from guard.start import check_gold
 from guard.watch import watch
 from model import files_weights, folder_fingerprint, load_config, load_tokenizer, resolve, vocabulary_hash
 from rollout import (
@@ -294,17 +294,6 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
                     "a command for each, or --engine torch")
 
 
-def check_golds(c: Candidate, grader: Grader, world: dist.World, say: Callable[[str], None]) -> None:
-    """Print the gold answers of the sets that can't be graded. Raises UserError, unless cfg.go, if they are
-    over 1 % of a set: no model could be right there."""
-    for name, problems in c.sets.items():
-        result = try_golds(problems, compared_datasets(problems, c.cfg), grader, c.cfg, world)
-        found = hopeless_as_text(problems, result)
-        require(c.cfg.go or not too_many_hopeless(result), f"{name}: {found}", GOLD_NEEDED)
-        if found:
-            say(f"{name}: {found}")
-
-
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
                  world: dist.World, say: Callable[[str], None]) -> None:
     """Evaluate the models one after the other. Rank 0 saves and prints each one's results, and at the end
@@ -347,7 +336,8 @@ def main(argv: Sequence[str]) -> None:
     candidates = [load_candidate(cfg, say_once) for cfg in cfgs]
     check_candidates(candidates, world)
     with make_grader(cfg) as grader:
-        check_golds(candidates[0], grader, world, say_once)  # the other models have the same gold answers
+        for name, problems in candidates[0].sets.items():  # the other models have the same gold answers
+            check_gold(name, problems, grader, cfg, world, say_once)
         made = dist.together(lambda: [result_folder(cfg, len(cfgs)) for cfg in cfgs if world.main])
         try:
             evaluate_all(candidates, dist.gather(made)[0], grader, world, say)
