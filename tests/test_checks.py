@@ -156,7 +156,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
     assert json.loads(file.read_text())["pid"] == os.getpid()
     lock.release()
     assert not file.exists()
-    monkeypatch.setattr(lock, "DEAD", 3.0)
+    monkeypatch.setattr("guard.lock.DEAD", 3.0)
     for seconds in (0, 10**9):  # a clock of 2050 is not a heartbeat
         file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
         os.utime(file, (time.time() + seconds,) * 2)

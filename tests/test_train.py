@@ -125,6 +125,6 @@ def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, 
     assert messages[0] == messages[1] and "\n" not in messages[0], messages
     assert all(w in messages[0] for w in words), messages
     output = capfd.readouterr().out
-    assert output.count("\nprompt    ") == output.count("\ntokens    ") == 3
+    assert output.count("\nprompt    ") == output.count("\nresponse  ") == 3
     assert "of the first 32 responses: " in output
     assert not (tmp_path / "o/metrics.jsonl").read_text() and not (tmp_path / "o/export").exists()
