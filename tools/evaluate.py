@@ -337,7 +337,7 @@ def main(argv: Sequence[str]) -> None:
     check_candidates(candidates, world)
     with make_grader(cfg) as grader:
         for name, problems in candidates[0].sets.items():  # the other models have the same gold answers
-            check_gold(name, problems, grader, cfg, world, say_once)
+            check_gold(name, problems, grader, candidates[0].cfg, world, say_once)
         made = dist.together(lambda: [result_folder(cfg, len(cfgs)) for cfg in cfgs if world.main])
         try:
             evaluate_all(candidates, dist.gather(made)[0], grader, world, say)
