@@ -470,12 +470,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
 
 
 def test_majority_is_the_share_of_the_most_frequent_answers_that_are_right():
-    def majority(*answers):
+    def share(*answers):
         return majority([SimpleNamespace(answer=a, reward=float(a == "7")) for a in answers])
 
-    assert majority("7", "7", "8") == 1 and majority("7", "8", "8") == 0
-    assert majority("7", "8") == 0.5 and majority("7", None, None, None) == 1
-    assert majority(None) == 0
+    assert share("7", "7", "8") == 1 and share("7", "8", "8") == 0
+    assert share("7", "8") == 0.5 and share("7", None, None, None) == 1
+    assert share(None) == 0
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
