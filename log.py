@@ -364,8 +364,8 @@ response_len/sampled | tokens | mean number of tokens that the policy sampled; o
 turns | – | mean number of the policy's turns in a response; only with `--env`
 truncated | share | responses that the length limit ended
 rollout_tail | share | of the sampling time, the part after 90 % of the responses have ended
-carried | – | trajectories that the next step continues; only with `--round_len`
-staleness/mean | steps | mean age of the weights that sampled a token; 0: the step's; only with `--round_len`
+carried | – | trajectories that the next step continues; only with `--carry`
+staleness/mean | steps | mean age of the weights that sampled a token; 0: the step's; only with `--carry`
 staleness/max | steps | maximum of this age
 pass@n | share | prompts with a right sample among their `--samples_per_prompt`
 repetition | – | 2 Σ LCP / n(n+1) over the suffix array of each prompt's first response; 0: none, 1: most

@@ -498,45 +498,32 @@ def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[s
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
 
-def set_names(paths: Sequence[str]) -> list[str]:
-    """A name for each file: its own without suffix, and in front as many of its folders as tell it from files
-    of the same name, and from files that are named for a split. Raises UserError for the same file twice.
-
-    eval_sets/aime2024.json is aime2024; gsm8k/test.jsonl is gsm8k-test, and so is the hub's
-    openai/gsm8k:main/test-00000-of-00001.parquet."""
-    parts = [_words(path) for path in paths]
-
-    def name(part):
-        depth = next(n for n in itertools.count(1) if sum(other[-n:] == part[-n:] for other in parts) == 1)
-        while depth < len(part) and part[-depth] in SPLITS:
-            depth += 1
-        return "-".join(part[-depth:])
-
-    names = list(map(name, parts)) if len(set(parts)) == len(parts) else []
-    require(len(set(names)) == len(paths), f"--eval_data has two files of one name: {' '.join(paths)}",
-            "another name for one of them")
-    return names
-
-
 SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", "default", "main"}
 
 
-def _words(path):
-    """Folders and name of a data file, without suffix, number of the shard, and the hub's usual folders."""
-    file = Path(path.replace(":", "/"))
-    name = re.sub(r"-00000-of-00001$", "", file.stem)
-    folders = [part for part in file.parts[:-1] if ":" not in path or part not in SPLITS]
-    return *folders, name
+def set_names(paths: Sequence[str]) -> list[str]:
+    """A name for each file: its own without suffix. Folders are put in front until no other file has the name
+    and it does not begin with a split's. Raises UserError for the same file twice.
 
+    eval_sets/aime2024.json is aime2024; gsm8k/test.jsonl is gsm8k-test, and so is the hub's
+    openai/gsm8k:main/test-00000-of-00001.parquet."""
+    parts = []
+    for path in paths:
+        repo, _, file = path.rpartition(":")
+        folders = Path(repo).parts if repo else Path(path).parts[:-1]
+        parts.append((*folders, re.sub(r"-00000-of-00001$", "", Path(file).stem)))
 
-def evaluate_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
-                  step: int, on_response: Callable[[], bool] = lambda: False,
-                  ) -> tuple[dict[str, float], list[dict]]:
-    """Metrics `NAME/…` over all ranks of each held-out set (name -> problems), and one row per response. A
-    metric is the mean over the set's problems of the values that `score_sets` returns."""
-    scores, rows = score_sets(engine, grader, sets, cfg, step, on_response)
-    return {f"{name}/{metric}": mean(values)
-            for name, metrics in scores.items() for metric, values in metrics.items()}, rows
+    def name(part):
+        for n in range(1, len(part) + 1):
+            is_alone = sum(other[-n:] == part[-n:] for other in parts) == 1
+            if is_alone and (part[-n] not in SPLITS or n == len(part)):
+                return "-".join(part[-n:])
+        return ""
+
+    names = [name(part) for part in parts]
+    require(all(names), f"--eval_data has two files of one name: {' '.join(paths)}",
+            "another name for one of them")
+    return names
 
 
 def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
@@ -558,13 +545,10 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """`accuracy` of all ranks' samples, in the order of the problems. So the number of ranks changes no sum,
     not even its rounding."""
-    ids = list(dict.fromkeys(s.prompt_id for s in samples))
-    ids, scores = zip(*dist.gather((ids, accuracy(samples, n))), strict=True)
-    order, gathered = np.argsort(list(itertools.chain(*ids))), {}
-    for metric in scores[0]:
-        values = [v for of_rank in scores for v in of_rank[metric]]
-        gathered[metric] = [values[i] for i in order]
-    return gathered
+    values = accuracy(samples, n)
+    rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
+    by_problem = sorted(itertools.chain(*dist.gather(list(rows))))
+    return {metric: [row[i] for row in by_problem] for i, metric in enumerate(values, 1)}
 
 
 # --- the engine and the graders of a run

@@ -97,14 +97,15 @@ from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, v
 from rollout import (
     TRAIN,
     check_graders,
-    evaluate_sets,
     load_sets,
     make_engine,
     make_grader,
+    mean,
     part_names,
     reward_files,
     rollout,
     sample_row,
+    score_sets,
     shape_rewards,
 )
 from tools import plan, report
@@ -441,11 +442,12 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
     with run.log.bar("Eval", 0) as bar:
-        metrics, rows = evaluate_sets(run.engine, run.grader, run.held_out, cfg, step,
-                                      partial(on_response, cfg, bar, []))
+        scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step,
+                                  partial(on_response, cfg, bar, []))
     if cfg.save_samples != "none":
         run.log.save_samples("eval", step, rows)
-    return {f"eval/{name}": value for name, value in metrics.items()}
+    return {f"eval/{name}/{metric}": mean(values)
+            for name, metrics in scores.items() for metric, values in metrics.items()}
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:

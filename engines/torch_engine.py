@@ -1,7 +1,6 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests. It needs no vLLM.
 
-Responses are decoded in waves of at most `max_num_seqs`, longest prompts first; much shorter prompts, if they
-are many, are a wave of their own. A row of the batch is a
+Responses are decoded in waves of at most `max_num_seqs`, longest prompts first. A row of the batch is a
 *prefix*, and responses that are equal so far share a row. All samples of a prompt start in one row; they part
 where their tokens differ. Rows of finished responses are dropped. With two samples of prompt `p q` and one of
 `r`:
@@ -17,14 +16,10 @@ Prompts are padded on the left so that they end in one column. So at each step a
     column      0 1 2 3 4 5
     prompt A    p q r s a b      the dots are padding, which `allowed` masks
     prompt B    . . t u x y
-
-With --round_len the cache of the last round stays. A response that goes on here needs a copy of its row and
-no second prefill; one that came from another rank is prefilled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +39,6 @@ class Cache:
         device are those of `like`."""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # where a decoding step writes
-        self.end = self.width + steps - 1  # columns in use after the last step, which writes none
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
         # Zeros: masked values still enter sums, as 0 times what is there. New memory may hold NaN.
@@ -74,13 +68,6 @@ class Cache:
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
 
-    def copy_rows(self, rows: Tensor, other: Cache, other_rows: Tensor, length: int) -> None:
-        """Fill `rows` (n,) with the last `length` columns of another cache's rows (n,), after its last step.
-        Afterwards these columns end before the last prompt column."""
-        end = self.width - 1
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine[:, rows, :, end - length:end] = theirs[:, other_rows, :, other.end - length:other.end]
-
     def compact(self, parents: Tensor) -> Tensor:
         """Compact the cache to the sorted rows `parents` (n,), which may repeat. Returns their new indices
         (n,), all below n. A row moves only if its index is n or more; a repeated row is copied."""
@@ -98,7 +85,6 @@ class Cache:
         return parents.masked_scatter(~stays, target)
 
 
-STEP_COST = 50_000  # what a decoding step costs beside attention, in cached tokens that attention reads
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers FusedDecoder knows
 
 
@@ -173,7 +159,6 @@ class TorchEngine(Engine):
         self.decoder = FusedDecoder(self.policy)
         self.eos_tensor = self._tensor(sorted(self.eos))
         self.may_stop = self._tensor(_may_stop(tokenizer, self.config.vocab_size, cfg.stop))
-        self.kept = {}  # tokens of a response that the last round left unfinished -> its cache and row there
         self.ledger.end()
 
     def load(self, weights):
@@ -183,26 +168,23 @@ class TorchEngine(Engine):
                 parameters[name].copy_(tensor)
         self.ledger.mark("sync")
 
-    def unload(self):
-        self.kept = {}
-
     @torch.inference_mode()
     def generate(self, requests, limits, temperature, key, version):
         self.check(version)
         longest_first = sorted(requests, key=lambda k: (-len(requests[k]), k))
-        kept, self.kept = self.kept, {}
-        for start, end in waves([len(requests[k]) for k in longest_first], self.cfg.max_num_seqs):
-            yield from self._wave(longest_first[start:end], requests, limits, temperature, key, kept)
+        for start in range(0, len(longest_first), self.cfg.max_num_seqs):
+            wave = longest_first[start:start + self.cfg.max_num_seqs]
+            yield from self._wave(wave, requests, limits, temperature, key)
 
-    def _wave(self, wave, requests, limits, temperature, key, kept):
+    def _wave(self, wave, requests, limits, temperature, key):
         """Decode the requests `wave` together, and yield each response when it ends. `where` (B,) is the row
-        in the cache of each response that has not ended. `kept`: self.kept of the round before."""
+        in the cache of each response that has not ended."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
         lengths = self._tensor([len(requests[k]) for k in wave])
         self.decoder.prepare(int(lengths.max()) + steps)
-        cache, where, hidden = self._prefill([tuple(requests[k]) for k in wave], steps, kept)
+        cache, where, hidden = self._prefill([tuple(requests[k]) for k in wave], steps)
         ids = torch.zeros(len(wave), steps, dtype=torch.int32, device=self.device)
         logp = torch.zeros(len(wave), steps, device=self.device)
         for t in range(steps):
@@ -212,8 +194,6 @@ class TorchEngine(Engine):
             stopped = self._stopped(token, ids, t)
             ended = stopped | (limit == t + 1)
             done = ended.nonzero()[:, 0].tolist()
-            if self.cfg.round_len and t == steps - 1:
-                self._keep([requests[k] for k in wave], ids, cache, where, stopped)
             if done:
                 columns = (x[done].cpu().numpy() for x in (ids[:, :t + 1], logp[:, :t + 1], stopped))
                 for j, *sampled in zip(done, *columns, strict=True):
@@ -233,24 +213,15 @@ class TorchEngine(Engine):
             of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
             hidden = self.decoder.step(*of_row, cache)
 
-    def _keep(self, prompts, ids, cache, where, stopped):
-        """After the last step: remember the rows of the responses that did not stop."""
-        for prompt, response, row, ended in zip(prompts, ids.tolist(), where.tolist(), stopped.tolist(),
-                                                strict=True):
-            if not ended:
-                self.kept[*prompt, *response] = cache, row
-
-    def _prefill(self, prompts, steps, kept):
-        """A cache with the distinct ones of `prompts` (tuples of tokens); the row of each; the rows' last
-        hidden states (R, D). Rows in `kept` are copied. The others are computed in packs of about pack_len
-        tokens."""
-        distinct = sorted(dict.fromkeys(prompts), key=lambda p: p not in kept)  # those in `kept` first
+    def _prefill(self, prompts, steps):
+        """A cache with a row for each distinct one of `prompts` (tuples of tokens); the row of each prompt;
+        the rows' last hidden states (R, D). Computed in packs of about pack_len tokens."""
+        row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
+        distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
         cache = Cache(self.config, len(prompts), lengths, steps, self.policy.lm_head.weight)
-        copied = sum(p in kept for p in distinct)
-        last = [self._copy([kept[p] for p in distinct[:copied]], distinct[:copied], lengths[:copied], cache)]
-        rows = torch.arange(copied, len(distinct), device=self.device)
-        for row in rows.split(max(1, self.cfg.pack_len // cache.width)) if len(rows) else ():
+        rows = torch.arange(len(distinct), device=self.device)
+        for row in rows.split(max(1, self.cfg.pack_len // cache.width)):
             length = lengths[row]
             tokens = self._tensor([i for r in row.tolist() for i in distinct[r]])
             ends = length.cumsum(0)
@@ -262,23 +233,7 @@ class TorchEngine(Engine):
             hidden = self.policy.hidden(tokens[None], position[None], segments=segments, cache=cache)[0]
             last.append(hidden[ends - 1])
         cache.prefill = None
-        row_of = {p: row for row, p in enumerate(distinct)}
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
-
-    def _copy(self, sources, prompts, lengths, cache):
-        """Fill the first rows of `cache` from `sources`, (cache, row) of each, and decode the last token of
-        their prompts, which is in no cache yet. Returns the last hidden states (len(sources), D)."""
-        hidden = self.policy.lm_head.weight.new_empty(0, self.config.hidden_size)
-        if not sources:
-            return hidden
-        for other in dict.fromkeys(old for old, _ in sources):
-            rows = self._tensor([i for i, (old, _) in enumerate(sources) if old is other])
-            theirs = self._tensor([row for old, row in sources if old is other])
-            cache.copy_rows(rows, other, theirs, int(lengths[rows].max()) - 1)
-        count, cache.rows, cache.column = cache.rows, len(sources), cache.width - 1
-        hidden = self.decoder.step(self._tensor([p[-1] for p in prompts]), lengths - 1, cache)
-        cache.rows = count
-        return hidden
 
     def _stopped(self, token, ids, t):
         """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end
@@ -291,20 +246,6 @@ class TorchEngine(Engine):
 
     def _tensor(self, values):
         return torch.tensor(values, device=self.device)
-
-
-def waves(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each wave of at most `most` responses. `lengths`: of their prompts, falling. All rows
-    of a wave are as long as its first. So a wave ends before a prompt of less than half that length, if the
-    padding of what follows would cost more than steps of its own."""
-    start = 0
-    for i in range(1, len(lengths)):
-        padding = min(len(lengths) - i, most - (i - start)) * (lengths[start] - lengths[i])
-        if i - start == most or (2 * lengths[i] < lengths[start] and padding > STEP_COST):
-            yield start, i
-            start = i
-    if lengths:
-        yield start, len(lengths)
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

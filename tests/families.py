@@ -155,27 +155,6 @@ def compare_engine(path: str, kind: str) -> float:
     return gap
 
 
-def compare_rounds(path: str) -> float:
-    """Largest difference between the torch engine's log-probs with the cache of the rounds before, and those
-    of an engine that reads each response again. Four rounds of four tokens. Raises AssertionError if any
-    token differs."""
-    found = []
-    for round_len in (4, 0):  # 0: the engine keeps no cache
-        cfg = replace(PRESETS["tiny-ppo"], model=path, stop=(), round_len=round_len, max_response_len=16)
-        engine = rollout.ENGINES["torch"](path, model.load_tokenizer(path), cfg)
-        prompts, ids, logps = {0: (5, 6, 7), 1: (*range(40, 60),), 2: (*range(8, 19),)}, [], []
-        with engine.awake(dist.full_weights(model.load_policy(path)), version=0):
-            for number in range(4):
-                samples = responses(engine, prompts, 1, 1.0, 4, (number,), 0)
-                samples = sorted(samples, key=lambda s: s.prompt_id)
-                ids += [s.ids.tolist() for s in samples]
-                logps += [torch.from_numpy(s.logp) for s in samples]
-                prompts = {s.prompt_id: (*s.prompt, *s.ids.tolist()) for s in samples if not s.stopped}
-        found.append((ids, torch.cat(logps)))
-    assert found[0][0] == found[1][0]
-    return float((found[0][1] - found[1][1]).abs().max())
-
-
 def compare_vllm(paths: list[str]) -> list[float]:
     """compare_engine of each folder with vLLM, in turn, in this process."""
     dist.init("cpu", "float32")

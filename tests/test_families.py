@@ -83,10 +83,6 @@ def test_the_torch_engine_agrees_with_the_trainer(folder):
     assert families.compare_engine(folder, "torch") < 2 * NEAR
 
 
-def test_the_cache_of_earlier_rounds_is_as_good_as_reading_again(folder):
-    assert families.compare_rounds(folder) < NEAR
-
-
 def test_exports_are_read_by_transformers(folder, tmp_path):
     """The policy's log-probs and the critic's values, from the exported folders."""
     gaps = families.compare_export(folder, tmp_path)

@@ -483,7 +483,7 @@ ROWS = [line.split(" | ") for line in METRICS.strip().splitlines()]
 # Metrics that only some settings bring, and the settings.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
-    **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12)),
+    **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),

@@ -24,8 +24,7 @@ import rollout
 from configs import PRESETS, UserError
 from data import Problem
 from engine import first_stop
-from engines import torch_engine
-from engines.torch_engine import TorchEngine, waves
+from engines.torch_engine import TorchEngine
 from log import read_metrics
 from rollout import moves
 
@@ -227,57 +226,6 @@ def test_a_stop_string_that_a_round_cuts_ends_the_response(tiny, round_len):
         assert s.stopped or not has
         ended += has
     assert ended > 3
-
-
-def test_a_round_reads_only_what_is_new_here(tiny, monkeypatch):
-    """Six responses go on and two come from elsewhere: only these are prefilled, and all have the tokens and
-    log-probs of an engine that reads everything. After new weights all are prefilled."""
-    engine, problems = setup(tiny, stop=(), round_len=4)
-    read, hidden = [], engine.policy.hidden
-    monkeypatch.setattr(engine.policy, "hidden", lambda tokens, *rest, **more: (
-        read.append(tokens.numel()), hidden(tokens, *rest, **more))[1])
-
-    def weights():
-        return model.files_weights(tiny, "cpu", torch.float32)
-
-    def go_on(prompts, step):
-        requests = {(i, 0): ids for i, ids in prompts.items()}
-        found = engine.generate(requests, dict.fromkeys(requests, 4), 1.0, (step,), 0)
-        return {s.prompt_id: s for s in found if not s.stopped}
-
-    prompts = {i: problems[i].ids for i in range(8)}
-    with engine.awake(weights(), version=0):
-        first = go_on(prompts, 0)
-        longer = {i: (*prompts[i], *s.ids.tolist()) for i, s in first.items() if i < 6}
-        guests = {9: (*problems[9].ids, *problems[8].ids), 10: problems[10].ids[:2]}
-        del read[:]
-        both = go_on(longer | guests, 1)
-        assert sum(read) == sum(map(len, guests.values())) and len(longer) > 3
-    with engine.awake(weights(), version=0):
-        again = go_on(longer | guests, 1)
-        assert sum(read) == 2 * sum(map(len, guests.values())) + sum(map(len, longer.values()))
-    assert both.keys() == again.keys() and len(both) > 5
-    for i, s in both.items():
-        assert s.ids.tolist() == again[i].ids.tolist()
-        assert np.allclose(s.logp, again[i].logp, atol=1e-5)
-
-
-def test_many_short_prompts_are_a_wave_of_their_own(tiny, monkeypatch):
-    assert list(waves([1000] * 5 + [400] * 200 + [300] * 7, 512)) == [(0, 5), (5, 212)]
-    assert list(waves([1000] * 5 + [400] * 80, 512)) == [(0, 85)]  # the padding is cheaper
-    assert list(waves([1000] * 5 + [600] * 200, 100)) == [(0, 100), (100, 200), (200, 205)]
-    assert list(waves([], 8)) == []
-    engine, problems = setup(tiny, stop=())
-    requests = {(i, j): problems[i].ids * (5 if i < 3 else 1) for i in range(9) for j in range(2)}
-    found = []
-    for cost in (50_000, 0):
-        monkeypatch.setattr(torch_engine, "STEP_COST", cost)
-        with engine.awake(model.files_weights(tiny, "cpu", torch.float32), version=0):
-            samples = engine.generate(requests, dict.fromkeys(requests, 6), 1.0, (1,), 0)
-            found.append({(s.prompt_id, s.sample_id): s for s in samples})
-    for key, s in found[0].items():
-        assert s.ids.tolist() == found[1][key].ids.tolist()
-        assert np.allclose(s.logp, found[1][key].logp, atol=1e-5)
 
 
 def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
