@@ -20,13 +20,14 @@ import functools
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import math
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
@@ -34,7 +35,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """A user's mistake. Its message is one line: what was found; what is needed. Printed without a
     traceback."""
 
@@ -103,6 +104,7 @@ Beta = Annotated[float, Range(0, 1, below=True)]
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
 Tracker = Literal["wandb"]
+LENGTHS = ("steps", "epochs", "total_episodes")  # one of them sets the run's length
 
 
 @dataclass(frozen=True)
@@ -309,9 +311,15 @@ class Config:
         updates. The other model's update takes several of them."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
+    def engine_kind(self, on_gpu: bool) -> str:
+        """The name in rollout.ENGINES of the engine that --engine means on a GPU or on a CPU."""
+        if self.engine != "auto":
+            return self.engine
+        return "vllm" if on_gpu else "torch"
+
     def check_length(self) -> None:
         """Raises UserError unless one of the three lengths is given."""
-        given = [n for n in ("steps", "epochs", "total_episodes") if getattr(self, n)]
+        given = [name for name in LENGTHS if getattr(self, name)]
         require(len(given) == 1, f"the length of the run is given {len(given)} times "
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
@@ -469,16 +477,24 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def layout_of(argv: Sequence[str]) -> str:
-    """The layout that the command line names. DEBUG_MODE=True, which Open-Reasoner-Zero's users set, means
-    debug."""
+def given_flags(argv: Sequence[str]) -> dict[str, str]:
+    """The fields that a command line sets, in its order, each with its flag's first word: `--no_go`,
+    `--steps 3` and `--pack-len=9` give go, steps and pack_len."""
+    given = {}
+    for word, following in itertools.pairwise([*argv, ""]):
+        if re.match("--[a-zA-Z]", word):
+            flag, _, value = word[2:].partition("=")
+            given[flag.replace("-", "_").removeprefix("no_")] = value or following
+    return given
+
+
+def layout_of(given: Mapping[str, str]) -> str:
+    """The layout that the flags or else the environment name. DEBUG_MODE=True, which Open-Reasoner-Zero's
+    users set, means debug."""
     debug = os.environ.get("DEBUG_MODE", "").lower()
     require(debug in ("", "true", "false", "1", "0"), f"the environment says DEBUG_MODE={debug}",
             "True or False")
-    name = "debug" if debug in ("true", "1") else "any"
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
-        if word.startswith("--layout"):
-            name = word.partition("=")[2] or following
+    name = given.get("layout", "debug" if debug in ("true", "1") else "any")
     require(name in LAYOUTS, f"no layout {name!r}{nearest(name, list(LAYOUTS))}",
             "--layout " + ", ".join(LAYOUTS))
     return name
@@ -486,53 +502,48 @@ def layout_of(argv: Sequence[str]) -> str:
 
 def layout_fields(preset: str, layout: str) -> dict[str, Any]:
     """What a layout sets on a preset."""
-    ranks = LAYOUTS[layout].get("ranks", 0)
-    if not preset.startswith("orz-"):
-        return {"ranks": ranks}
-    return LAYOUTS[layout] | ({"ranks": RANKS.get(preset, ranks)} if layout == "production" else {})
+    if layout == "production" and preset in RANKS:
+        return {"ranks": RANKS[preset]}
+    fields = LAYOUTS[layout]
+    return fields if preset.startswith("orz-") else {"ranks": fields.get("ranks", 0)}
 
 
-def parse(argv: Sequence[str] | None = None, prog: str = "train.py") -> Config:
-    """Config of the command line `PRESET [--flag value …]`; `argv` defaults to sys.argv's. Raises UserError,
-    one line, for what can't be read. --help prints every flag with its meaning, and exits with status 0."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    help_only = bool({"-h", "--help"} & set(argv))
-    name = argv.pop(0) if argv and not argv[0].startswith("-") else "orz-7b" if help_only else ""
-    presets = ", ".join(PRESETS)
-    require(name != "", "no preset given", f"{prog} PRESET, one of: {presets}")
-    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", presets)
-    fields = [f.name for f in dataclasses.fields(Config)]
-    given = [re.sub(r"^no_", "", word[2:].partition("=")[0].replace("-", "_"))
-             for word in argv if re.match("--[a-zA-Z]", word)]
-    for flag in given:
-        guess = REPLACED.get(flag) or nearest(f"--{flag}", [f"--{f}" for f in fields])
-        require(flag in (*fields, "help"), f"no flag --{flag}{guess}", f"a flag that {prog} --help lists")
-    layout = layout_of(argv)
-    base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
-    if {"steps", "epochs", "total_episodes"} & set(given):
-        base |= dict(steps=0, epochs=0, total_episodes=0)
-    kind = help_class() if help_only else Config
-    # Preset and layout are not validated by themselves: with the flags they may be valid.
-    default = object.__new__(kind)
-    for field in fields:
-        object.__setattr__(default, field, base.get(field, getattr(PRESETS[name], field)))
+def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
+    """Config of the command line `PRESET [--flag value …]`; `argv` defaults to sys.argv's. kind: Config, or a
+    subclass with flags of its own. Raises UserError, one line, for what can't be read. --help prints every
+    flag with its meaning, and exits with status 0."""
     import tyro  # here, because importing configs must be quick
 
+    argv = list(sys.argv[1:] if argv is None else argv)
+    presets, name = ", ".join(PRESETS), "orz-7b" if {"-h", "--help"} & set(argv) else ""
+    if argv and not argv[0].startswith("-"):
+        name = argv.pop(0)
+    require(name != "", "no preset given", f"{prog} PRESET, one of: {presets}")
+    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", presets)
+    given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
+    for field in given:
+        require(f"--{field}" in flags, f"no flag --{field}{nearest(f'--{field}', flags)}",
+                f"a flag that {prog} --help lists")
+    layout = layout_of(given)
+    base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
+    if given.keys() & LENGTHS:
+        base |= dict.fromkeys(LENGTHS, 0)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            cfg = tyro.cli(kind, default=default, args=argv, prog=f"{prog} {name}", use_underscores=True,
+            cfg = tyro.cli(kind, default=kind(**vars(PRESETS[name]) | base), args=argv,
+                           prog=f"{prog} {name}", use_underscores=True,
                            description=f"{prog} PRESET [--flag value …]. Presets: {presets}.")
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        text = re.sub(r"[─-╿\s]+|-{3,}", " ", re.sub(r"\x1b\[[0-9;]*m", "", errors.getvalue())).strip()
-        text = re.split("For full helptext|Argument helptext", text)[0].strip()
-        text = text.removeprefix("Value error ").removeprefix("Error parsing Config: ")
+        # tyro's message is in a coloured box: a title, the message, and more lines of help.
+        text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]", "", errors.getvalue().partition("\n")[2])
+        text = " ".join(re.split("For full helptext|Argument helptext", text)[0].split())
         raise UserError(f"{text}; see {prog} {name} --help") from None
     cfg.check_length()
-    for flags, has_effect, needed in EFFECTS:
-        idle = [flag for flag in given if flag in flags.split()]
+    for fields, has_effect, needed in EFFECTS:
+        idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
     return cfg
 
@@ -593,19 +604,10 @@ def _build(path):
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
-def help_class() -> type:
-    """Config with the range of each number behind its meaning, for --help."""
-    import tyro
+def meanings() -> dict[str, str]:
+    """Field of Config -> the comment beside it, which is also its help text."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
-    meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
-    texts = meanings | {name: f"{meanings[name]} [{allowed}]" for name, allowed in ranges().items()}
-    hints = get_type_hints(Config, include_extras=True)
-    return dataclasses.make_dataclass("Config", [
-        (name, Annotated[hint, tyro.conf.arg(help=texts[name])]) for name, hint in hints.items()])
-
-
-# Flags of earlier versions, and what to type instead.
-REPLACED = {"checkpoint_activations": " (now --recompute layers, and --recompute none without it)"}
 
 # Flags that only some algorithms read: the flags, whether they have an effect, what they need.
 EFFECTS = (

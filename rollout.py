@@ -574,7 +574,7 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 def engine_kind(cfg: Config, device: torch.device) -> str:
     """The name in ENGINES of the engine that cfg means on this device."""
-    return cfg.engine if cfg.engine != "auto" else "vllm" if device.type == "cuda" else "torch"
+    return cfg.engine_kind(device.type == "cuda")
 
 
 def max_positions(config: Any) -> float:

@@ -13,10 +13,10 @@ import pytest
 import ranks
 from conftest import ROOT, run_ranks
 
-from configs import UserError
+from configs import UserError, check_paths, parse
 from engines import vllm_engine
 
-# What is typed after `train.py`; a part of the answer. These are answered without torch.
+# What is typed after `train.py`; a part of the answer. These are answered before torch is imported.
 AT_ONCE = {
     "no preset": ("", "no preset given; needed: train.py PRESET, one of: tiny-ppo, "),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?); needed: "),
@@ -29,6 +29,10 @@ AT_ONCE = {
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
     "an algorithm's name": ("orz-7b --algo reinforce", "--algo"),
     "a layout's name": ("orz-7b --layout prod", "no layout 'prod' (did you mean production?); needed: "),
+    "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
+    "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
+    "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
+    "layers below 0": ("orz-7b --recompute -1", "--recompute is -1; needed: auto, none, layers, or"),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
     "a critic's rate without critic": ("orz-7b-grpo --critic_lr 1e-5",
                                        "--critic_lr has no effect in this run; needed: --algo ppo"),
@@ -42,6 +46,9 @@ AT_ONCE = {
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
                                   "no data file aime.json; needed: "),
+    "a mistyped model": ("orz-7b --model mambo", "no model folder 'mambo' (did you mean mamba?); needed: "),
+    "a mistyped path": ("orz-7b --model FOLDER/bar", "/bare?); needed: "),
+    "the demo before its model": ("tiny-ppo --data rows.jsonl", "needed: python -m tools.tiny, which makes"),
 }
 
 # The same for two ranks, after torch is imported.
@@ -106,13 +113,21 @@ def folder(tiny, base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_a_mistake_of_the_command_line_is_the_only_line_on_the_screen(name, folder, tiny):
+def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypatch):
     typed, words = AT_ONCE[name]
-    command = [sys.executable, f"{ROOT}/train.py", *typed.replace("MODEL", tiny).split()]
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError) as e:
+        check_paths(parse(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)).split()))
+    assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
+
+
+def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_imported(folder):
+    command = [sys.executable, "-X", "importtime", f"{ROOT}/train.py", "orz-7b", "--model", "bar"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("train.py: ") and words in line, line
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 1 and done.stdout == "" and len(lines) == 1, done.stderr
+    assert lines[0].startswith("train.py: no model folder 'bar' (did you mean bare?); needed: ")
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
@@ -125,19 +140,6 @@ def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monke
     for (name, (_, words)), line, other in zip(ON_RANKS.items(), *messages, strict=True):
         assert line == other and words in line and "needed: " in line and "\n" not in line, (name, line)
     assert not (folder / "run").exists() and os.listdir(folder / "full") == ["config.json"]
-
-
-def test_there_are_many():
-    assert len(AT_ONCE) + len(ON_RANKS) >= 50
-
-
-def test_a_mistyped_model_and_the_demos_missing_one_are_told_what_to_type(folder, tiny):
-    for typed, words in ((["--model", "mambo"], "no model folder 'mambo' (did you mean mamba?); needed: "),
-                         (["--model", f"{folder}/bar"], "/bare?); needed: "),
-                         ([], "needed: python -m tools.tiny, which makes it")):
-        command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", *typed, "--data", "rows.jsonl"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-        assert done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_help_into_a_closed_pipe_is_no_traceback():

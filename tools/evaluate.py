@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import dist
 from ckpt import VERSIONS
-from configs import DATA_FILES, Config, UserError, help_class, parse, require, user_errors
+from configs import DATA_FILES, Config, UserError, meanings, parse, require, user_errors
 from data import Problem, fingerprint
 from engine import Engine, eos_ids, free_cache
 from grading.worker import Grader
@@ -181,14 +181,13 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def print_help() -> None:
-    """Print ABOUT, and the flags of an evaluation with their meanings, ranges and defaults."""
+    """Print ABOUT, and the flags of an evaluation with their meanings and defaults."""
     print(ABOUT)
     default = parse(["orz-7b", "--max_model_len", "0"])
-    for field in fields(help_class()):
-        if field.name in EVAL_FLAGS and field.name != "out":
-            meaning, value = field.type.__metadata__[-1].help, getattr(default, field.name)
-            print(textwrap.fill(f"--{field.name}: {meaning} (default: {value!r})", 80, initial_indent="  ",
-                                subsequent_indent="      "))
+    for name, meaning in meanings().items():
+        if name in EVAL_FLAGS and name != "out":
+            print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
+                                initial_indent="  ", subsequent_indent="      "))
 
 
 def check_reward(cfg: Config) -> None:
