@@ -214,10 +214,10 @@ class Logger:
             tqdm.write(text)
             sys.stdout.flush()
 
-    def save_plan(self, rows: Mapping[str, str]) -> None:
-        """Write the run's plan to plan.json, for the report."""
+    def save_plan(self, plan: Mapping[str, Mapping]) -> None:
+        """Write the run's plan (tools.plan.Plan) to plan.json."""
         if self.main:
-            (self.out / "plan.json").write_text(json.dumps(dict(rows), indent=1))
+            (self.out / "plan.json").write_text(json.dumps(plan, indent=1))
 
     def alarm(self, text: str, step: int | None = None) -> None:
         """Print `text` behind `!!` and add it to alarms.jsonl. Does nothing for an empty text. `step`: by

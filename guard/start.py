@@ -152,13 +152,12 @@ def program(cfg: Config) -> dict[str, str]:
 def check_space(cfg: Config, folder: Path) -> None:
     """Raises UserError where the folder's disk is too small for the run's checkpoints and exports."""
     policy, critic = model_shapes(cfg)
-    files = plan.disk(cfg, policy.policy, critic.critic if cfg.algo == "ppo" else 0)
+    files = plan.disk(cfg, policy.policy_params, critic.critic_params if cfg.algo == "ppo" else 0)
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
-    require(free >= files["needed"],
-            f"{gib(free)} free in {folder} for {files['checkpoints']} checkpoints of "
-            f"{gib(files['checkpoint'])} and an export of {gib(files['exports'])}",
-            f"{gib(files['needed'])}, so a smaller --keep, or another --out")
+    require(free >= files["disk"],
+            f"{gib(free)} free in {folder} for checkpoints of {gib(files['a checkpoint'])} and exports of "
+            f"{gib(files['exports'])}", f"{gib(files['disk'])}, so a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
@@ -195,25 +194,25 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """The run to plan, the same on every rank: on the smallest device and host. `problems`: prompts an epoch,
-    of which memory does not depend."""
+    """The run to plan, the same on every rank: on the smallest device and host. `problems`: prompts an epoch;
+    memory does not depend on it."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
     gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, local=local, host=host, problems=problems)
+    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, local, host, problems)
 
 
-def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> dict[str, str]:
-    """Print the plan in short, and return all of it as a table for the report. `problems`: prompts an epoch.
-    Raises UserError, with a remedy, where the run doesn't fit."""
+def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> plan.Plan:
+    """Print the plan in short, and return all of it. `problems`: prompts an epoch. Raises UserError, with a
+    remedy, where the run doesn't fit."""
     case = case_of(cfg, world, problems)
-    say("\n".join(plan.summary(case)))
-    shortage = plan.shortage(case)
+    planned, shortage = plan.plan_of(case), plan.shortage(case)
+    say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
     require(not shortage, shortage, shortage and plan.remedy(case))
-    say(f"{'plan':8} all of it: {Path(cfg.out) / 'plan.json'}, or python -m tools.plan PRESET\n")
-    return plan.as_table(plan.rows_of(case))
+    say(f"{plan.verdict(case)}\nthe whole plan: {Path(cfg.out) / 'plan.json'}\n")
+    return planned
 
 
 # --- the gold answers

@@ -94,12 +94,13 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """From the config that transformers reads, and from the file alone."""
+    """All but norms and biases that Llama and Qwen2 don't have: 1 % of a tiny model, 0.01 % of a real one.
+    From the config that transformers reads, and from the file alone."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
     for shape in (plan.shape_of(config.to_dict(), ""), plan.read_shape(folder)):
-        assert [shape.policy, shape.critic] == counts
+        assert [shape.policy_params, shape.critic_params] == pytest.approx(counts, rel=0.01)
 
 
 def test_shards_of_two_ranks_compute_the_same(folder_of):

@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)
     logger = Logger(out, cfg, True, 0, {"torch": "2"})
-    logger.save_plan({"ranks": "2", "a step": "<i>32 prompts</i>"})
+    logger.save_plan({"run": {"ranks": 2, "a step": "<i>32 prompts</i>"}})
     for row in healthy(24):
         step = row.pop("step")
         if step % 12 == 0:

@@ -24,6 +24,7 @@ import numpy as np
 
 from configs import UserError, read_jsonl, require, user_errors
 from log import NAN, metric_meanings, read_metrics
+from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
@@ -264,6 +265,7 @@ def write_report(run: Path) -> None:
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [(f"step {alarm['step']}", alarm["text"]) for alarm in read_jsonl(run / "alarms.jsonl")]
+    plan = "\n".join(as_text(_read_json(run / "plan.json")))
     sections = {
         "Summary": _table(facts(run).items()),
         "Alarms": _table(alarms) if alarms else "None was raised.",
@@ -271,7 +273,7 @@ def write_report(run: Path) -> None:
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
         "Numbers": _fold("Metrics", _metrics(read_metrics(run)))
-        + _fold("Plan", _table(_read_json(run / "plan.json").items()))
+        + _fold("Plan", f"<pre>{escape(plan)}</pre>")
         + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
     page = _fill(PAGE, {"title": run.resolve().name}) + "".join(
         f"<h2>{title}</h2>{html}" for title, html in sections.items() if html)
