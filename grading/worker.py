@@ -1,13 +1,7 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
-    python reward.py RESPONSES.jsonl --extractor boxed              # try a reward on a file of responses
-    with Grader(workers=2) as grader:            # in a training loop
-        grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
-        print(grader.results())
-
-The reward is 1 if the response stopped by itself and the answer that the extractor finds equals the gold
-answer, else 0. Numbers, units, sets and words are compared at once. math-verify compares expressions. On some
-answers of a policy it hangs, fills the memory or crashes, so it runs in processes that can be killed:
+Numbers, units, sets and words are compared at once. math-verify compares expressions. On some answers of a
+policy it hangs, fills the memory or crashes, so it runs in processes that can be killed:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
@@ -41,8 +35,8 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -57,8 +51,7 @@ MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is s
 MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
 CACHE = 16_384  # grades to remember by (answer, gold, kind): the samples of one prompt mostly agree
 MAX_REPLY = 200_000  # characters of an environment's text
-ASK = 5  # fields of a request to the environment; those to graders have 3 or 4
-CHUNK = 16  # most answers that a worker takes at once: each trip to it costs 0.2 ms
+CHUNK = 16  # most requests that a worker takes at once: each trip to it costs 0.2 ms
 LARGEST = 3.4028234e38  # absolute value of a custom reward: packs hold rewards as float32
 MAX_TASKS = 250  # chunks after which a fresh fork replaces a worker: sympy's caches grow
 WALL = 4  # a worker is also killed after WALL deadlines by the clock: it sleeps, or the machine is overloaded
@@ -66,6 +59,12 @@ WALL = 4  # a worker is also killed after WALL deadlines by the clock: it sleeps
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may take to start: importing from a network disk is slow
+
+# What the trainer sends to a worker:
+#     "compare", answer, gold, kind                is the answer right?
+#     "score", function, response, gold, kind      call a user's reward
+#     "reply", function, problem, text, turn       call the environment
+Request = tuple
 
 
 @dataclass(frozen=True)
@@ -109,75 +108,71 @@ x\ge5y=3:4
 
 # --- in a worker
 
-# What a worker calls by name: custom rewards and the environment, or the errors that loading them raised,
-# with the file's folder. Set before forking.
-_customs = {}
-_modules = {}  # folder of a custom reward -> the modules beside it, by name
+_functions = {}  # FILE.py:FUNCTION -> the user's function, or the error of importing its file
+_modules = {}  # folder of such a file -> the imported modules beside the file, by name
 
 
-def _score(text, gold, kind, custom=""):
-    """The reward of an answer, or of a response where `custom` names a user's function."""
-    value = float(_call(custom, text, gold, kind) if custom else grade(text, gold, kind))
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"the reward function returned {value}; needed: a finite float32")
-    return value
+def _outcome(what, *arguments):
+    """(value, reason) of a request: a reward or, with the reason "replied", a Reply."""
+    if what == "reply":
+        return _reply(*arguments), "replied"
+    value = grade(*arguments) if what == "compare" else _call(*arguments)
+    reward = _as_reward(value, "the reward")
+    return reward, "correct" if reward > 0 else "wrong"
 
 
-def _call(custom, *arguments):
-    """What a user's function returns."""
-    function, folder = _customs[custom]
-    if isinstance(function, Exception):
-        raise function
-    with _beside(folder):
-        return function(*arguments)
-
-
-def _reply(env, problem, text, turn):
-    """The Reply of an environment. Raises an exception for one that can't be used."""
-    value = _call(env, problem, text, turn)
+def _reply(*request):
+    """The environment's Reply. Raises an exception for one that can't be used."""
+    value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
         text = text.encode().decode()  # a plain str; raises for no str, and for half of a surrogate pair
     if reward is not None:
-        reward = float(reward)
-        if not abs(reward) <= LARGEST:
-            raise ValueError(f"the environment's reward is {reward}; needed: a finite float32")
+        reward = _as_reward(reward, "the environment's reward")
     return Reply(text, reward, bool(done))
 
 
-def _outcome(request):
-    """(value, reason) of a request: a reward or, with the reason "replied", a Reply."""
-    if len(request) == ASK:
-        return _reply(*request[1:]), "replied"
-    reward = _score(*request)
-    return reward, "correct" if reward > 0 else "wrong"
+def _as_reward(value, what):
+    reward = float(value)
+    if not abs(reward) <= LARGEST:
+        raise ValueError(f"{what} is {reward}; needed: a finite float32")
+    return reward
+
+
+def _call(spec, *arguments):
+    """What a user's function returns."""
+    function = _functions[spec]
+    if isinstance(function, Exception):
+        raise function
+    with _modules_beside(spec):
+        return function(*arguments)
 
 
 @contextmanager
-def _beside(folder):
-    """Inside, imports find the modules of `folder` first. Afterwards these are put away, because another
-    reward's folder may have modules of the same names."""
-    own, before = _modules.setdefault(folder, {}), set(sys.modules)
+def _modules_beside(spec):
+    """Inside, imports first find the modules beside the file of FILE.py:FUNCTION. Afterwards these modules
+    are put away, because another file's folder may have modules of the same names.
+
+    A module counts as the folder's by its name alone: reading an attribute of a lazy module (torch.classes)
+    would raise."""
+    folder = os.path.dirname(spec)
+    names = {file.partition(".")[0] for file in os.listdir(folder)} - sys.modules.keys()
     sys.path.insert(0, folder)
-    sys.modules.update(own)
+    sys.modules.update(_modules.get(folder, {}))
     try:
         yield
     finally:
         with suppress(ValueError):  # the file may change the path too
             sys.path.remove(folder)
-        for name in sys.modules.keys() - before:
-            if _lies_in(folder, name):
-                own[name] = sys.modules.pop(name)
+        _modules[folder] = _take_modules(names)
 
 
-def _lies_in(folder, name):
-    """Whether an imported module is the folder's own, and not of an environment that lies below it."""
-    own = os.path.join(folder, name.partition(".")[0])
-    module = sys.modules[name]
-    places = getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())
-    return any(place == own or place.startswith((f"{own}.", f"{own}{os.sep}")) for place in places)
+def _take_modules(names):
+    """Remove these modules and their submodules from sys.modules. Returns them by name."""
+    found = [name for name in sys.modules if name.partition(".")[0] in names]
+    return {name: sys.modules.pop(name) for name in found}
 
 
 def _grade_chunk(requests, deadline):
@@ -191,7 +186,7 @@ def _grade_chunk(requests, deadline):
         # CPU time. The signal has no handler, so the kernel ends even C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
-            outcomes.append((*_outcome(request), None))
+            outcomes.append((*_outcome(*request), None))
         except BaseException as error:  # also the SystemExit of a custom reward
             message = " ".join(f"{type(error).__name__}: {error}".split())
             outcomes.append((0.0, "error", message[:500]))
@@ -211,58 +206,25 @@ def _init_worker():
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-# --- in the server: JSON lines [chunk, requests] on stdin, [chunk, outcomes] on stdout
+# --- in the server: JSON lines [chunk, requests] on stdin, [chunk, outcomes, seconds] on stdout
 
 
-def _load_custom(reward):
-    """The function, or the error that its file raised when it was imported; and the file's folder."""
-    path, _, name = reward.rpartition(":")
-    folder = os.path.dirname(path)
+def _import_function(spec):
+    """The function of FILE.py:FUNCTION, or the error of importing the file."""
+    path, _, name = spec.rpartition(":")
     try:
-        with _beside(folder):
-            return runpy.run_path(path)[name], folder
-    except Exception as error:
-        return error, folder
-    except SystemExit as error:
-        return ImportError(f"{path} ends the process when it is imported: SystemExit({error})"), folder
+        with _modules_beside(spec):
+            return runpy.run_path(path)[name]
+    except (Exception, SystemExit) as error:
+        return ImportError(f"{path} can't be imported: {error!r}")
 
 
 def _warm():
-    """Import math-verify, make it faster and let it parse the pairs of WARM."""
-    from sympy.parsing import sympy_parser
-
-    # For every number literal sympy executes `from sympy import *`: half the time of an answer. Do it once.
-    names = {}
-    exec("from sympy import *", names)
-    sympy_parser.parse_expr = partial(sympy_parser.parse_expr, global_dict=names)
-    _parse_in_two_stages()
+    """Import math-verify and let it parse the pairs of WARM."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
             math_equal(*map(normalise, pair.split("=", 1)))
-
-
-def _parse_in_two_stages():
-    """Make latex2sympy parse in ANTLR's two stages: SLL prediction, and LL only if SLL fails. LL is 20 times
-    slower on intervals, sets and tuples. A text that SLL accepts has the same parse under LL."""
-    from antlr4.atn.PredictionMode import PredictionMode
-    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy as Latex
-
-    create_parser, parse = Latex.create_parser, Latex.parse
-
-    def create(self, latex):
-        parser = create_parser(self, latex)
-        parser._interp.predictionMode = self.mode
-        return parser
-
-    def parse_twice(self, latex):
-        self.mode = PredictionMode.SLL
-        with suppress(Exception):
-            return parse(self, latex)
-        self.mode = PredictionMode.LL
-        return parse(self, latex)
-
-    Latex.create_parser, Latex.parse = create, parse_twice
 
 
 def _die():
@@ -278,18 +240,15 @@ def _watch(parent):
 
 
 def _dispatch(requests, replies, workers, deadline):
-    """Give each chunk from the pipe `requests` to a worker and write its outcomes to the pipe `replies`.
+    """Give each chunk from the pipe `requests` to a worker and write [chunk, outcomes, seconds] to the pipe
+    `replies`.
 
-    The outcomes are None if the worker did not finish a chunk of several answers. Returns when `requests`
+    The outcomes are None if the worker did not finish a chunk of several requests. Returns when `requests`
     closes or the pool breaks.
     """
     import pebble
 
     lock = threading.Lock()
-
-    def reply(*message):
-        with lock:  # pebble calls `done` from several threads
-            os.write(replies, json.dumps(message).encode() + b"\n")
 
     def done(chunk, size, future):
         try:
@@ -302,27 +261,26 @@ def _dispatch(requests, replies, workers, deadline):
             message = None if late else f"WorkerDied: {error}, exit code {code}"
             outcomes = [(0.0, "timeout" if late else "error", message)] if size == 1 else None
             seconds = deadline
-        reply(chunk, outcomes, seconds)
+        with lock:  # pebble calls `done` from several threads
+            os.write(replies, json.dumps([chunk, outcomes, seconds]).encode() + b"\n")
 
     pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, context=get_context("fork"))
-    reply(0, [], deadline)  # ready
     with suppress(RuntimeError):  # a killed idle worker breaks pebble's pool
         for line in os.fdopen(requests, "rb"):
-            chunk, answers = json.loads(line)
-            future = pool.schedule(_grade_chunk, [answers, deadline], timeout=WALL * deadline)
-            future.add_done_callback(partial(done, chunk, len(answers)))
+            chunk, of_chunk = json.loads(line)
+            future = pool.schedule(_grade_chunk, [of_chunk, deadline], timeout=WALL * deadline)
+            future.add_done_callback(partial(done, chunk, len(of_chunk)))
 
 
-def serve(parent: int, workers: int, deadline: float, customs: Sequence[str], compares: bool) -> None:
+def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], compares: bool) -> None:
     """The server. It and its workers end when stdin closes, `parent` is gone or the pool breaks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    for name in [name for name in sys.modules if name != "__main__" and _lies_in(ROOT, name)]:
-        del sys.modules[name]  # a user's file may have modules of these names beside it
-    _customs.update({custom: _load_custom(custom) for custom in customs})
+    _take_modules({"configs", "grading"})  # a user's file may have modules of these names beside it
+    _functions.update((spec, _import_function(spec)) for spec in functions)
     if compares:
         _warm()
     gc.freeze()  # else garbage collection in a worker would copy every page that it shares
@@ -333,17 +291,21 @@ def serve(parent: int, workers: int, deadline: float, customs: Sequence[str], co
 # --- in the trainer
 
 
-class Grader:
+class Grader(AbstractContextManager):
     """Grades responses while others are generated, in processes that can be killed. Use it from one thread.
 
-    An answer may take `deadline` seconds of CPU time and WALL times as long by the clock; waiting in the
-    queue does not count. `customs`: users' functions ("path/to/file.py:function") that `submit` may name. A
-    worker calls function(response, answer, kind) -> float for each stopped response, in place of extraction
-    and equality. Raises UserError if there is no such function. A failed answer gets 0 and the reason
-    "error"; `errors` keeps the first message of each type. The server starts with the first answer that needs
-    it, or at once for users' functions. `compares`: answers are compared too; else it starts without
-    math-verify. `env`: the function ("path/to/file.py:function") that `ask` calls in a worker, within the
-    same deadline. After a neighbour's crash it is called again, so it must be a function of its arguments.
+    deadline    CPU seconds for one answer; by the clock WALL times as many. Waiting in the queue is free.
+    customs     users' functions ("path/to/file.py:function") that `submit` may name. A worker calls
+                function(response, answer, kind) -> float for each stopped response, in place of extraction
+                and equality.
+    compares    answers are compared too; else the server starts without math-verify.
+    env         the function ("path/to/file.py:function") that `ask` calls in a worker, within the same
+                deadline. After a neighbour's crash it is called again, so it must be a function of its
+                arguments.
+
+    Raises UserError if there is no such function. A failed answer gets 0 and the reason "error"; `errors`
+    keeps the first message of each type. The server starts at once for users' functions, else with the first
+    answer that needs it.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -354,19 +316,16 @@ class Grader:
         self.env = _check_spec(env, "--env") if env else ""
         functions = [*self.customs.values(), *filter(None, [self.env])]
         self.arguments = workers, deadline, functions, compares
-        self.patience = WALL * deadline + 30  # seconds without a reply after which the server has stalled
+        self.patience = START + WALL * deadline  # seconds without a reply after which the server has stalled
         self.errors = {}  # type of an error -> its first message
-        self._told = set()  # types that new_errors returned
-        # A request is (answer, gold, kind), or (response, gold, kind, function) with a custom reward. One to
-        # the environment is ("env", function, problem, text, turn).
+        self._told = 0  # of these messages, the number that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, what results() returns next
         self._cache = {}  # request -> Grade
-        self._answers = {}  # key -> answer of a response with a custom reward
-        self._keys = {}  # request -> keys, of requests without a grade; equal ones are graded once
+        self._pending = {}  # request -> [(key, extracted answer)]; equal requests are graded once
         self._waiting = []  # requests of the next chunk
-        self._size = 1  # of a chunk: what takes a worker 0.1 s
+        self._size = 1  # requests in a chunk: those that take a worker 0.1 s
         self._chunks = {}  # number -> requests, of chunks without a reply
-        self._count = 0  # of chunks
+        self._count = 0  # chunks so far
         self._process = None  # the server
         if functions:
             self._start()
@@ -374,81 +333,70 @@ class Grader:
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
                extractor: str = "orz", custom: str = "") -> None:
         """Queue a response without waiting. `stopped`: it ended by EOS or a stop string, not by length.
-        `custom`: one of the Grader's custom rewards, which then grades it; its answer is extracted anyway, as
-        what a majority votes for. Raises UserError for an unknown kind or extractor."""
+        `custom`: one of the Grader's custom rewards, which then grades it; its answer is extracted anyway,
+        for a majority vote. Raises UserError for an unknown kind or extractor."""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
-        answer = extract(text, extractor)
-        if custom:
-            self._answers[key] = answer if stopped else None
-            request = text, gold.strip(), kind, self.customs[custom]
-        else:
-            request = answer, gold.strip(), kind
+        answer, gold = extract(text, extractor), gold.strip()
         if not stopped:
             self._grades[key] = Grade(0.0, "truncated", None)
-        elif request in self._keys:
-            self._keys[request].append(key)
-        elif grade := self._known(request):
-            self._grades[key] = grade
+        elif custom:
+            self._queue(key, ("score", self.customs[custom], text, gold, kind), answer)
+        elif found := self._grade_here(answer, gold, kind):
+            self._grades[key] = found
         else:
-            self._queue(key, request)
+            self._queue(key, ("compare", answer, gold, kind), answer)
         if self._process:
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
         """Queue a call env(problem, text, turn), without waiting. results() then has its Reply, or where it
         failed a Grade with the reason "error" or "timeout"."""
-        request = "env", self.env, problem, text, turn
-        if request in self._keys:
-            self._keys[request].append(key)
-        else:
-            self._queue(key, request)
+        self._queue(key, ("reply", self.env, problem, text, turn))
         self._exchange(0)
 
-    def _queue(self, key, request):
-        """Queue a request that is not queued yet."""
-        self._keys[request] = [key]
-        self._waiting.append(request)
-        if self._process is None:
-            self._start()
-        if len(self._waiting) >= self._size:
-            self._send_waiting()
-
-    def _known(self, request):
-        """The grade of a request that needs no worker, else None."""
-        answer, gold, kind, *custom = request
-        if custom:
-            return None
+    def _grade_here(self, answer, gold, kind):
+        """The grade of an answer that needs no worker, else None."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
-        if request in self._cache:
-            return self._cache[request]
+        known = self._cache.get(("compare", answer, gold, kind))
+        if known:
+            return known
         equal = quick_grade(answer, gold, kind)
         if equal is None:
             return None
         return Grade(float(equal), "correct" if equal else "wrong", answer)
+
+    def _queue(self, key, request, answer=None):
+        """Queue a request, unless an equal one is queued."""
+        if self._process is None:
+            self._start()
+        keys = self._pending.setdefault(request, [])
+        keys.append((key, answer))
+        if len(keys) == 1:
+            self._waiting.append(request)
+        if len(self._waiting) >= self._size:
+            self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for all that was submitted or asked since the last call, and return it by key. Raises
         RuntimeError if the server died or stalled, and its replacement too."""
         self._send_waiting()
         replaced = False
-        while self._keys:
-            if not self._exchange(self.patience if self._ready else START):
+        while self._pending:
+            if not self._exchange(self.patience):
                 if replaced:
-                    raise RuntimeError(f"the grading server died or stalled twice, {len(self._keys)} left: "
-                                       "see stderr")
+                    raise RuntimeError("the grading server died or stalled twice, "
+                                       f"{len(self._pending)} left: see stderr")
                 self._start()
                 replaced = True
-        grades = self._grades | {key: replace(self._grades[key], answer=answer)
-                                 for key, answer in self._answers.items()}
-        self._grades, self._answers = {}, {}
+        grades, self._grades = self._grades, {}
         return grades
 
     def new_errors(self) -> list[str]:
         """The messages in `errors` that it did not return before."""
-        messages = [text for kind, text in self.errors.items() if kind not in self._told]
-        self._told |= self.errors.keys()
+        messages = list(self.errors.values())[self._told:]
+        self._told = len(self.errors)
         return messages
 
     def close(self) -> None:
@@ -457,9 +405,6 @@ class Grader:
             with self._process, suppress(ProcessLookupError):  # closes the pipes and waits
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -475,7 +420,6 @@ class Grader:
         os.set_blocking(self._process.stdin.fileno(), False)  # a busy server must not stop the trainer
         self._unsent = bytearray()
         self._unread = b""  # of its replies, the start of a line
-        self._ready = False  # it has replied
         chunks, self._chunks = self._chunks, {}
         for requests in chunks.values():
             self._send(requests)
@@ -508,24 +452,22 @@ class Grader:
         read = os.read(stdout.fileno(), 2**16) if stdout.fileno() in events else b""
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
-            self._ready = True
             self._receive(*json.loads(line))
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        self._size = max(1, min(CHUNK, int(0.1 / max(seconds, 1e-6))))
+        """Keep a chunk's outcomes; None: its worker died. `seconds`: for one request."""
+        self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
-        if outcomes is None:  # a worker died: one by one, only the answer that killed it fails
+        if outcomes is None:  # one by one, only the request that killed the worker fails
             for request in requests:
                 self._send([request])
             return
         for request, (value, reason, error) in zip(requests, outcomes, strict=True):
-            custom = len(request) > 3
-            grade = (Reply(*value) if reason == "replied" else
-                     Grade(value, reason, None if custom else request[0]))
-            for key in self._keys.pop(request):
+            for key, answer in self._pending.pop(request):
+                grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade
-            if reason in ("correct", "wrong") and not custom:  # a timeout may be the machine's fault
+            if request[0] == "compare" and not error and reason != "timeout":  # may be the machine's fault
                 self._cache[request] = grade
             if error:
                 self.errors.setdefault(error.partition(":")[0], error)
