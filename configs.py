@@ -75,8 +75,8 @@ def tell_torchrun(text: str) -> None:
 
 
 class Range(NamedTuple):
-    """The values that a setting may have: from `low` to `high`, without `low` where `above`, without `high`
-    where `below`."""
+    """The values that a setting may have: from `low` to `high`, without `low` if `above`, without `high` if
+    `below`."""
 
     low: float
     high: float = math.inf
@@ -85,13 +85,14 @@ class Range(NamedTuple):
 
     def has(self, x: float) -> bool:
         """Whether x is in the range, and finite."""
-        bounds = (self.low,) * self.above + (self.high,) * self.below
-        return math.isfinite(x) and self.low <= x <= self.high and x not in bounds
+        at_open_end = (self.above and x == self.low) or (self.below and x == self.high)
+        return math.isfinite(x) and self.low <= x <= self.high and not at_open_end
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-        high = "below" if self.below else "up to"
-        return low if self.high == math.inf else f"{low}, {high} {self.high:g}"
+        if self.high == math.inf:
+            return low
+        return f"{low}, {'below' if self.below else 'up to'} {self.high:g}"
 
 
 Count = Annotated[int, Range(1)]
@@ -114,13 +115,13 @@ class Config:
     # --- what is trained, on what
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
     model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
-    critic_model: str = ""  # what the critic starts from, a folder or an id; empty: the policy's
+    critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     eval_data: tuple[str, ...] = ()  # held-out problems, one evaluation set a file
     template: str = "orz"  # prompt: orz, plain, chat (the tokenizer's own), or a text file with {problem}
     system_prompt: str = ""  # system turn of the chat template, for rows without one
-    extractor: tuple[str, ...] = ("orz",)  # what finds the answer in a response; DATASET=NAME for its rows
+    extractor: tuple[str, ...] = ("orz",)  # finds the answer in a response; DATASET=NAME: for one data set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     env: str = ""  # FILE.py:FUNCTION that answers each turn of a response; empty: responses have one turn
     max_turns: Count = 8  # turns of a response, with --env
@@ -143,9 +144,9 @@ class Config:
     max_response_len: Count = 8000  # tokens
     max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
     resample_rounds: Amount = 0  # rounds that replace prompts whose samples all have one reward (grpo: DAPO)
-    round_len: Amount = 0  # tokens of a trajectory after which engines share out the work again; 0: never
-    carry: Annotated[float, Range(0, 8)] = 0.0  # prompts sampled at a time beyond a step's, as a share
-    max_staleness: Count = 2  # steps that an unfinished prompt is carried on for, with --carry
+    round_len: Amount = 0  # decode in rounds of so many tokens, rebalance the engines between them; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # extra prompts sampled at a time, as a share of a step's
+    max_staleness: Count = 2  # steps after which a carried prompt must be complete, with --carry
     pack_len: Count = 16384  # tokens of one forward pass on one rank
     policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch
     critic_updates: Count = 12  # optimizer steps on the critic per pass, each on its own minibatch
@@ -185,14 +186,14 @@ class Config:
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference model is loaded
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of KL(policy || ref), per token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term goes (reward: ppo, or return_whiten)
-    ref_refresh: bool = False  # the reference becomes the policy at each epoch's end
+    ref_refresh: bool = False  # copy the policy to the reference at each epoch's end
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
     tis_clip: Positive | None = 2.0  # cap of the weight that corrects engine-trainer mismatch; None: off
     advantage: Advantage = "group_mean_std"  # how a group's rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # what the loss is a mean over
-    overlong_buffer: Amount = 0  # the reward falls linearly by up to 1 over the last so many tokens (DAPO)
-    nonstop_penalty: NotNegative = 0.0  # what a response that is cut by length loses (Open-Instruct)
+    overlong_buffer: Amount = 0  # tokens before the limit over which the reward falls by up to 1 (DAPO)
+    nonstop_penalty: NotNegative = 0.0  # taken from the reward of a response cut by length (Open-Instruct)
     mask_truncated: bool = False  # leave responses cut by length out of the loss
     drop_uniform: bool = False  # leave prompts whose responses all score the same out of the loss (grpo)
 
@@ -201,9 +202,9 @@ class Config:
     ranks: Amount = 0  # ranks that torchrun must have started; 0: any number
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
-    shard_ranks: Amount = 0  # shard within groups of so many ranks, replicate across them; 0: shard over all
-    deterministic: bool = False  # on a GPU: the updates' sums in a fixed order; slower
-    recompute: str = "auto"  # layers run again in backward: none, layers (all), N (see plan.recomputed), auto
+    shard_ranks: Amount = 0  # shard within groups of this many ranks, replicate across groups; 0: one group
+    deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
+    recompute: str = "auto"  # layers recomputed in backward: none, layers (all), a number, auto (few as fit)
     offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
     keep: Count = 2  # newest checkpoints kept
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
@@ -211,28 +212,57 @@ class Config:
     save_logps: bool = False  # in samples/ and eval/: also token ids and the engine's log-probs
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
     grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
-    stall_limit: Positive = 3600.0  # seconds of one phase, after which every rank prints its stack and ends
-    go: bool = False  # train although first responses all score 0 or are cut, or gold answers can't be graded
+    stall_limit: Positive = 3600.0  # longest seconds of a phase; then every rank prints its stack and ends
+    go: bool = False  # start even if the checks of first responses or gold answers fail
     max_logp_gap: Positive = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
     verbose: bool = False  # print the memory ledger each step, and vllm's own start-up messages
 
     def __post_init__(self) -> None:
-        """Raises UserError, one line, for values that can't work together."""
-        for name in ("data", "eval_data", "stop", "reward", "extractor", "track"):
-            require(not isinstance(getattr(self, name), str), f"--{name} is one text", "a tuple of texts")
+        """Raises UserError for a value out of its range and for values that can't work together."""
         for name, allowed in ranges().items():
             value = getattr(self, name)
-            for x in value if isinstance(value, tuple) else () if value is None else (value,):
-                require(allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
+            for x in value if isinstance(value, tuple) else (value,):
+                require(x is None or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
+        self._check_batch()
+        self._check_method()
+        require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
+        require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
+        require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
+                "--template chat")
+        require(not self.start_from or self.resume in ("auto", "never"),
+                f"--start_from {self.start_from} and --resume {self.resume} are two starts",
+                "one of them: --resume continues the same run, --start_from begins another")
+        require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
+                f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
+        for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
+                                     ("eval_temperature", self.eval_data, 1)):
+            given = len(getattr(self, name))
+            require(given in (default, len(files)), f"--{name} has {given} values for {len(files)} files",
+                    f"{default} or one a file")
+
+    def _check_batch(self):
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
                 f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
                 f"--pack_len {self.model_len}, or a smaller --max_prompt_len or --max_response_len")
-        require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
-                f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
-        most, least = (f(self.policy_updates, self.critic_updates) for f in (max, min))
+        least, most = sorted((self.policy_updates, self.critic_updates))
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
                 f"a multiple of {least} instead of {most}")
+        require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
+                f"{self.samples_per_step} samples",
+                "fewer --critic_updates or --policy_updates, or more samples")
+        require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
+                "as long as a response", f"less than --max_response_len {self.max_response_len}")
+        require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
+                f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens after which "
+                "complete responses are counted")
+        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
+                f"{self.resample_rounds}", "one of them")
+        longest = self.max_response_len - (1 if self.carry else 0)  # after one round nothing is left to carry
+        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
+                f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
+
+    def _check_method(self):
         if self.compares_samples:
             require(self.samples_per_prompt > 1, f"--samples_per_prompt is 1, and --advantage "
                     f"{self.advantage} compares the samples of one prompt",
@@ -246,33 +276,8 @@ class Config:
         require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
                 "--kl_estimator k1 in the loss has a gradient without the reference in it",
                 "--kl_estimator k2 or k3, or --kl_in reward")
-        require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
-        require(not self.start_from or self.resume in ("auto", "never"),
-                f"--start_from {self.start_from} and --resume {self.resume} are two starts",
-                "one of them: --resume continues the same run, --start_from begins another")
-        require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
-                f"--round_len {-(-self.max_response_len // 16)}, or other tokens after which to look what is "
-                "complete")
         require(not self.carry or self.tis_clip is not None, f"--carry {self.carry} without --tis_clip: "
                 "tokens of older weights are trained on, and not corrected", "--tis_clip 2")
-        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
-                f"{self.resample_rounds}", "one of them")
-        longest = self.max_response_len - (self.carry > 0)  # after one round nothing is left to carry
-        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
-                f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
-        require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
-        require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
-                "--template chat")
-        require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
-                "as long as a response", f"less than --max_response_len {self.max_response_len}")
-        for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
-                                     ("eval_temperature", self.eval_data, 1)):
-            given = len(getattr(self, name))
-            require(given in (default, len(files)), f"--{name} has {given} values for {len(files)} files",
-                    f"one a file, or {('none', 'one')[default]}")
-        require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
-                f"{self.samples_per_step} samples",
-                "fewer --critic_updates or --policy_updates, or more samples")
 
     @property
     def keeps_ref(self) -> bool:
@@ -359,12 +364,9 @@ class Config:
 @functools.cache
 def ranges() -> dict[str, Range]:
     """The range of each setting that is a number, or several numbers."""
-    def find(hint):
-        found = (arg if isinstance(arg, Range) else find(arg) for arg in get_args(hint))
-        return next(filter(None, found), None)
-
     hints = get_type_hints(Config, include_extras=True)
-    return {name: found for name, hint in hints.items() if (found := find(hint))}
+    return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
+            for found in get_args(part) if isinstance(found, Range)}
 
 
 # Open-R1's system prompt, verbatim (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
@@ -383,52 +385,66 @@ TINY = Config(
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
     recompute="none", max_num_seqs=256)
 
+# Each preset with its paper and section. docs/algorithms.md has the departures from the papers.
 PRESETS = {
+    # The demo: sums of two numbers, a model of 0.4M parameters.
     "tiny-ppo": TINY,
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
+    # Ours: an evening on one 24-GB card.
     "gsm8k-0.5b-1gpu": replace(
         GRPO, model="Qwen/Qwen2.5-0.5B-Instruct", data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
         eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",), template="chat",
         system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
         samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
-        warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25, save_every=50),
+        warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
+    # Open-Reasoner-Zero, arXiv 2503.24290 and its playground files: PPO with γ = λ = 1.
     "orz-0.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
     "orz-0.5b-1gpu": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B"),
     "orz-7b": ORZ,
     "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
                        pack_len=18432, eval_response_len=32768),
+    # Open-Reasoner-Zero's GRPO, as its code behaves.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
+    # DAPO, arXiv 2503.14476, eq. 8 to 13: the paper's 512 × 16 in 16 updates; a 7B model, not its 32B.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
         samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
         max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, eval_samples=(32,)),
+    # Dr. GRPO, arXiv 2503.20783: no division by length or standard deviation.
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
+    # RLOO, arXiv 2402.14740.
     "rloo-7b": replace(GRPO, advantage="leave_one_out"),
+    # REINFORCE++, arXiv 2501.03262, and its variant with a group baseline. The KL's weight is ours.
     "reinforce++-7b": replace(GRPO, advantage="return_whiten", samples_per_prompt=1, prompts_per_step=1024,
                               kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
     "reinforce++-baseline-7b": replace(GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
                                        ref_refresh=False),
+    # GSPO, arXiv 2507.18071, eq. 5 to 7.
     "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                        policy_updates=4),
+    # CISPO in MiniMax-M1, arXiv 2506.13585, eq. 4 and section 3.1. The upper bound is ScaleRL's.
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0),
+    # ScaleRL, arXiv 2510.13786, section 4.
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
-        max_response_len=14336, max_model_len=0, pack_len=16384, policy_lr=5e-7, warmup_updates=100,
+        max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml: 7 GPUs × 16 × 4 responses a step.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
+    # RLVR of Tülu 3, arXiv 2411.15124, its PPO: 4 passes over 224 responses.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
         nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
-        prompts_per_step=224, samples_per_prompt=1, policy_updates=1, critic_updates=1, passes_per_step=4,
+        prompts_per_step=224, samples_per_prompt=1, critic_updates=1, passes_per_step=4,
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
@@ -460,10 +476,8 @@ def changed(old: dict, new: dict) -> list[str]:
     `old` (the same, read from JSON)."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
-    layouts = [(config, LAYOUTS[config.get("layout", "any")]) for config in (old, new)]
-    if layouts[0][1] != layouts[1][1] and all(
-            config[k] == values[k] for config, values in layouts for k in values.keys() - MAY_CHANGE):
-        free = free | LAYOUTS["debug"].keys()  # what a layout sets may change with it, but not by a flag
+    if old["layout"] != new["layout"]:
+        free = free | LAYOUTS["debug"].keys()
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k not in free and k in old and old[k] != v]
 
@@ -491,10 +505,9 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 def layout_of(given: Mapping[str, str]) -> str:
     """The layout that the flags or else the environment name. DEBUG_MODE=True, which Open-Reasoner-Zero's
     users set, means debug."""
-    debug = os.environ.get("DEBUG_MODE", "").lower()
-    require(debug in ("", "true", "false", "1", "0"), f"the environment says DEBUG_MODE={debug}",
-            "True or False")
-    name = given.get("layout", "debug" if debug in ("true", "1") else "any")
+    debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
+    require(debug in of_debug, f"the environment says DEBUG_MODE={debug}", "True or False")
+    name = given.get("layout", of_debug[debug])
     require(name in LAYOUTS, f"no layout {name!r}{nearest(name, list(LAYOUTS))}",
             "--layout " + ", ".join(LAYOUTS))
     return name
@@ -555,7 +568,7 @@ def check_paths(cfg: Config) -> None:
     several machines, all is left to them: they tell which machine lacks it."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    for path in [cfg.model] + [cfg.critic_model] * (cfg.critic_model != ""):
+    for path in filter(None, (cfg.model, cfg.critic_model)):
         if not HUB_ID.fullmatch(path):
             model_folder(path)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
