@@ -17,7 +17,8 @@ from rollout import CHECK
 CHECK_TOKENS = 16  # tokens of a response in the self-check
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
 
-# Stages of the self-check: when; the weights' scale; the step through a prompt's tokens; likely causes.
+# The stages of the self-check: when it is, the weights' scale, the prompts' direction, likely causes of a
+# failure.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -40,9 +41,10 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     with dist.phase("selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # these seconds are not the first step's
-    wrong = next((f"on rank {rank}, {error}" for rank, (error, _) in enumerate(results) if error), "")
-    require(not wrong, f"self-check: {wrong}", "a fix of that, or --no-selfcheck to train anyway")
+    dist.phase_seconds()  # forgets the self-check's seconds: they are not the first step's
+    for rank, (error, _) in enumerate(results):
+        require(not error, f"self-check: on rank {rank}, {error}",
+                "a fix of that, or --no-selfcheck to train anyway")
     return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
 
 
@@ -51,14 +53,15 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
-    long = (tokens * 300)[:300]
-    return {i: ids[:limit] for i, ids in enumerate([*(list(p.ids) for p in problems[:4]), long])}
+    prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
+    return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}
 
 
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
-              logprobs: Callable[[list[Sample], float], Tensor],
+              trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """What is wrong with the engine, or "", and the largest mean |engine - trainer| log-prob in nats.
+    """The first disagreement of engine and trainer, or "", and the largest mean |engine - trainer| log-prob
+    in nats.
 
     The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
 
@@ -67,40 +70,30 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         3  after a sync of halved weights    reversed prompts, which no prefix cache has
         4  after a sync of the weights       reversed prompts
 
-    Its log-probs must equal the trainer's, `logprobs(samples, temperature)` (all tokens,); in 3 they must
-    differ. `weights()` is what `awake` takes.
-
-    All ranks run all of it, whatever they find. It uses its own random stream; the run itself does not
-    change."""
-    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
-    temperatures = {"greedy": 0.0, "sampled": cfg.temperature}
-    errors, means = [], [0.0]
+    Its log-probs must equal `trainer_logp(samples, temperature)` (all tokens,); in 3 they must differ.
+    `weights()` is what `awake` takes. Ranks of one engine must go through all stages together, so an error
+    ends nothing. The self-check has its own random stream; the run itself does not change."""
+    cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
+    sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:
-        turned = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
-        limits = dict.fromkeys(turned, CHECK_TOKENS)
-        stream = weights() if scale == 1 else ((name, t * scale) for name, t in weights())
-        with engine.awake(stream, version=-1):
-            responses = {kind: list(engine.generate(turned, limits, t, (cfg.seed, CHECK), -1))
-                         for kind, t in temperatures.items()}
-        for kind, samples in responses.items():
-            logp = logprobs(samples, temperatures[kind] or 1.0).float().cpu().numpy()
+        requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
+        limits = dict.fromkeys(requests, CHECK_TOKENS)
+        with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
+            greedy, sampled = (list(engine.generate(requests, limits, t, (cfg.seed, CHECK), -1))
+                               for t in (0.0, cfg.temperature))
+        for kind, samples, temperature, likely in (("greedy", greedy, 1.0, causes),
+                                                   ("sampled", sampled, cfg.temperature, sampling)):
+            logp = trainer_logp(samples, temperature).float().cpu().numpy()
             if not samples:  # another rank of this engine has them
                 continue
             gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
             agree = bool(gaps.mean() <= limit)  # False where it is not a number
             if scale == 1:
-                means.append(float(gaps.mean()))
-            if agree != (scale == 1):
-                why = causes if kind == "greedy" else (  # and greedy was right
-                    f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k")
-                errors.append(f"{when}: {_difference(engine, kind, samples, gaps)}; likely causes: {why}")
-    return next(iter(errors), ""), max(means)
-
-
-def _difference(engine, kind, samples, gaps):
-    """How far engine and trainer differ, as text. gaps: (all tokens,) |engine - trainer| log-prob."""
-    worst = [s for s in samples for _ in s.ids][gaps.argmax()]
-    text = engine.tokenizer.decode(list(worst.prompt))[-40:]
-    return (f"engine and trainer differ by {gaps.mean():.3g} nats a token on {kind} responses "
-            f"(limit {TOLERANCE[engine.dtype]:g}), by up to {gaps.max():.3g} after prompt {worst.prompt_id} "
-            f"(…{text!r})")
+                largest = max(largest, float(gaps.mean()))
+            if agree != (scale == 1) and not first_error:
+                worst = [s.prompt_id for s in samples for _ in s.ids][gaps.argmax()]
+                first_error = (
+                    f"{when}: engine and trainer differ by {gaps.mean():.3g} nats a token (limit {limit:g}), "
+                    f"by up to {gaps.max():.3g} after prompt {worst}, on {kind} responses; likely causes: "
+                    f"{likely}")
+    return first_error, largest

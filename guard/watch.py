@@ -14,44 +14,23 @@ import torch.distributed as td
 from dist import CURRENT, stop_signal
 
 
-def stacks() -> Iterator[str]:
-    """Lines that tell where each thread of this process is, innermost call first. No source file is read: a
-    hanging disk may be the cause."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    for thread, frame in sys._current_frames().items():
-        yield f"thread {names.get(thread, thread)}"
-        while frame:
-            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
-            frame = frame.f_back
-
-
 def watch(limit: float) -> None:
     """Start a thread that ends this process, and prints its stacks, when a phase takes longer than `limit`
     seconds on this rank or another one. So a hang becomes a restart, and every rank tells where it was."""
-    if CURRENT.limit:  # of an earlier run of this process
+    if CURRENT.limit:  # an earlier run of this process started the thread
         return
     CURRENT.limit = limit
     store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
 
-    def stalled():
-        """The rank that was first to notice its own stall, or nothing."""
-        if time.perf_counter() - CURRENT.began > limit:
-            store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
-        elif not store.check(["stalled"]):
-            return ""
-        return store.get("stalled").decode()
-
     def look():
         while not ended.wait(every) and td.is_initialized():
             try:
-                who = stalled()
+                who = stalled_rank(store, limit)
             except (RuntimeError, ValueError):  # the other ranks are gone; the first to see that reports it
                 return
             if who:
-                head = (f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
-                        f"this rank is in phase {CURRENT.name}; its stacks:")
-                for line in [head, *stacks()]:  # one write a line, so that ranks' lines don't mix
-                    os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
+                print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
+                             f"this rank is in phase {CURRENT.name}; its stacks:")
                 time.sleep(3 * every)  # so that the other ranks print their stacks too
                 os._exit(1)
 
@@ -64,6 +43,29 @@ def watch(limit: float) -> None:
 
     # Python ends a daemon thread wherever it is. Inside the store's C++ code that aborts the whole process.
     atexit.register(end)
+
+
+def stalled_rank(store: td.Store, limit: float) -> str:
+    """The rank that was first to notice its own stall, with its host and phase; "" while there is none."""
+    if time.perf_counter() - CURRENT.began > limit:
+        store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
+    elif not store.check(["stalled"]):
+        return ""
+    return store.get("stalled").decode()
+
+
+def print_stacks(head: str) -> None:
+    """Print where each thread of this process is, innermost call first. No source file is read: a hanging
+    disk may be the cause. Each line is one write and names the rank, so that ranks' lines don't mix."""
+    lines, names = [head], {t.ident: t.name for t in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(thread, thread)}")
+        while frame:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+    for line in lines:
+        os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
 
 
 @contextlib.contextmanager
@@ -82,13 +84,14 @@ def handle_signals(grace: float) -> Iterator[None]:
     def watch_grace():
         while not ended.wait(0.2):
             if stop_signal and time.monotonic() - stop_signal[1] > grace:
-                print(f"rank {os.environ['RANK']}: {stop_signal[0]} came {grace:.0f} s ago (--grace), and "
-                      f"phase {CURRENT.name} has not ended: leaving without a save", file=sys.stderr)
+                print(f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} has not "
+                      "ended: leaving without a save", file=sys.stderr)
                 os._exit(1)
 
     stop_signal.clear()
     threading.Thread(target=watch_grace, daemon=True, name="grace").start()
-    before = {n: signal.signal(n, request) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.signal(number, request)
+              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         yield
     finally:
