@@ -14,7 +14,7 @@ from log import NAN
 
 MEAN_STEPS = 5  # an alarm looks at means over the last steps, so a single odd step raises none
 QUIET_STEPS = 10  # an alarm is raised again only after this number of steps in which it was inactive
-WARM_STEPS = 30  # before, a new critic may well explain nothing
+WARM_STEPS = 30  # in its first steps a new critic explains nothing, so it raises no alarm
 SOLVED = 0.9  # from this reward on, low entropy, short responses and uniform groups are a success
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 

@@ -305,7 +305,8 @@ def test_a_config_that_is_another_algorithm_is_refused(two_ranks, base):
 
 def test_what_may_differ_on_resume():
     old = json.loads(json.dumps(dataclasses.asdict(PRESETS["orz-7b"])))
-    free = dict(ranks=4, engine_share=0.5, out="x", pack_len=20000, keep=7, data=("else.jsonl",), steps=9)
+    free = dict(ranks=4, engine_share=0.5, out="x", pack_len=20000, keep=7, data=("else.jsonl",), steps=9,
+                track=("wandb",))
     assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **free))) == []
     debug = dict(layout="debug", prompts_per_step=16, samples_per_prompt=2, critic_updates=1)
     assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == []

@@ -132,7 +132,7 @@ EVAL_FLAGS = tuple("""
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # the flags that an evaluation reads
-NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # those that change no score
+NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # flags that change no score
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
 Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
