@@ -184,12 +184,6 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
         assert read_metrics(out) == read_metrics(tmp_path / "whole")
 
 
-def test_training_raises_the_alarms_of_its_metrics(base, two_ranks):
-    out, rows = two_ranks[0], [row for row in two_ranks[1] if "reward" in row]
-    cfg = dataclasses.replace(base, out=str(out))
-    assert [(row["step"], row["text"]) for row in read_jsonl(out / "alarms.jsonl")] == raised(rows, cfg) != []
-
-
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
     """Neither where it has room again at the next step, nor where it has at the end."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
@@ -444,13 +438,16 @@ def check_rows(rows, cfg, in_training):
 
 def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
     """Also after a resume that asks for more of them: the file of its step is that of a run that always saved
-    all. The metrics are the same."""
-    cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1)
+    all. The metrics are the same. Most responses are cut, which is an alarm."""
+    cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
+                              max_response_len=3)
     everything = dict(save_samples="all", save_logps=True)
     cases = {"all": everything, "some": dict(save_samples="some"), "none": dict(save_samples="none")}
     metrics = {name: run(dataclasses.replace(cfg, **case), tmp_path / name)[0]
                for name, case in cases.items()}
     assert maths(metrics["all"]) == maths(metrics["some"]) == maths(metrics["none"])
+    alarms = [(row["step"], row["text"]) for row in read_jsonl(tmp_path / "none" / "alarms.jsonl")]
+    assert alarms == raised([row for row in metrics["none"] if "reward" in row], cfg) != []
     counts = {name: {file.relative_to(tmp_path / name).as_posix(): len(read_jsonl(file))
                      for kind in ("samples", "eval") for file in (tmp_path / name / kind).glob("*")}
               for name in cases}

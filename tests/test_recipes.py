@@ -694,7 +694,7 @@ def test_the_help_has_models_and_data_first_and_only_the_flags_that_evaluation_r
     assert text.startswith("usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]\n")
     assert max(map(len, text.splitlines())) <= 80 and "\n    python -m tools.evaluate " in text
     assert set(re.findall(r"^  --(\w+)", text, re.M)) == set(EVAL_FLAGS) - {"out"}
-    for found in ("[0 or more]", "[above 0, up to 1]", "(default: (16,))", "Results go to --out"):
+    for found in ("the only source of randomness (default: 0)", "(default: (16,))", "Results go to --out"):
         assert found in text
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import dist
 from ckpt import VERSIONS
-from configs import DATA_FILES, Config, UserError, meanings, parse, require, user_errors
+from configs import DATA_FILES, Config, UserError, given_flags, meanings, parse, require, user_errors
 from data import Problem, fingerprint
 from engine import Engine, eos_ids, free_cache
 from grading.worker import Grader
@@ -168,14 +168,14 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "each model once")
     # Without the preset's limit of 8192, which would cut what --max_response_len allows.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
-    default, cfg = (parse(words, "tools.evaluate") for words in (preset, [*preset, *flags]))
-    for name, value in vars(cfg).items():
-        require(name in EVAL_FLAGS or value == getattr(default, name), f"--{name} does nothing in evaluation",
+    cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
+    for name in given:
+        require(name in EVAL_FLAGS, f"--{name} does nothing in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
     check_reward(cfg)
     require(not Path(cfg.out).is_dir() or not cfg.out or not os.listdir(cfg.out), f"{cfg.out} is not empty",
             "an --out that is new or empty, or no --out")
-    if cfg.template == "chat" and not any(word.startswith("--stop") for word in flags):
+    if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
     return [replace(cfg, model=model) for model in models]
 
