@@ -145,7 +145,7 @@ def test_recipes_differ_by_more_than_their_intervals():
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
-    """All of them were made with the settings of now. Otherwise: python bench/ablations.py"""
+    """All of them were made with the settings of now. Otherwise: python -m bench.ablations"""
     rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
     plan = ablations.plan_of(ablations.matrix(), dict.fromkeys(ablations.TASKS, "base"))
     runs = ablations.read_runs({name: ablations.key_of(*run) for name, run in plan.items()}, {})
