@@ -29,7 +29,7 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
         max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
 
 
-def build(out: str, size: str, seed: int = 0, layers: int = 0, chat: bool = False) -> str:
+def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
     """Writes the folder: weights in bf16, drawn from N(0, 0.02²), and train.jsonl. Returns its path. `chat`:
     the tokenizer has a chat template."""
     import torch
@@ -40,7 +40,7 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, chat: bool = Fals
 
     path, tokenizer = Path(out), chat_tokenizer() if chat else make_tokenizer()
     torch.manual_seed(seed)
-    config = config_of(size, layers)
+    config = config_of(size, layers, vocab)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen2ForCausalLM(config)

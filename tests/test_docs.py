@@ -144,8 +144,7 @@ def typed(words: list[str]) -> str:
 
 
 def test_commands_that_can_run_here_do(placeholders):
-    """Each ends with status 0 and prints something. pytest, which can't run in itself, runs in an interpreter of
-    its own."""
+    """Each ends with status 0 and prints something. pytest starts an interpreter of its own."""
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():

@@ -2,13 +2,14 @@
 
 import json
 import os
-import random
 import re
-import shutil
 
 import pytest
 import torch
 from conftest import ROOT, run_ranks
+from taught import taught
+
+from tools import tiny
 
 NOTEBOOK = ROOT / "notebooks" / "tour.ipynb"
 
@@ -19,24 +20,9 @@ def cells(kind: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def taught(tiny, tmp_path_factory) -> str:
+def base(tmp_path_factory) -> str:
     """Folder of a base model like the demo's: on four sums it is right about every other time."""
-    from transformers import Qwen2ForCausalLM
-
-    import tools.tiny as demo
-
-    folder = tmp_path_factory.mktemp("taught") / "base"
-    shutil.copytree(tiny, folder)
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sums = [(37, 45), (12, 34), (60, 17), (58, 29)]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(BATCHES=80, BATCH=16, GUESSES=0.5, WARMUP=5).items():
-            patch.setattr(demo, name, value)
-        demo.pretrain(model, demo.make_tokenizer(), sums[:], random.Random(0), demo.SUMS)
-    model.save_pretrained(folder)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(folder)
+    return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def execute(base: str, steps: int) -> dict:
@@ -62,9 +48,9 @@ def execute(base: str, steps: int) -> dict:
             "rewards": [s.reward for s in names["first"]]}
 
 
-def test_every_cell_runs_and_the_policy_learns(taught):
+def test_every_cell_runs_and_the_policy_learns(base):
     """The cells themselves assert that advantages, log-probs and clipping by hand equal the modules'."""
-    seen = run_ranks(1, execute, taught, 3)[0]
+    seen = run_ranks(1, execute, base, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])
     assert 0 < sum(seen["rewards"]) < len(seen["rewards"])  # right and wrong ones, so there is a gradient

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run, run_ranks
+from taught import taught
 
 import data
 import dist
@@ -20,7 +21,6 @@ import grpo
 import model
 import ppo
 import rollout
-import tools.tiny as demo
 import train
 from bench import tasks
 from configs import PRESETS, UserError, parse
@@ -489,14 +489,13 @@ def test_an_edited_environment_is_noticed(tmp_path):
 # --- the calculator of docs/forking.md
 
 
-def test_a_model_learns_to_call_the_calculator(tmp_path, monkeypatch):
+def test_a_model_learns_to_call_the_calculator(tmp_path):
     """It guesses sums of two 4-digit numbers, or has them worked out. Being right pays for the calls."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15
     (tmp_path / "calculator.py").write_text(code)
-    monkeypatch.setattr(demo, "BATCHES", 240)
-    base = tasks.build(f"{tmp_path}/base", "tool")
+    base = taught(tasks.TASKS["tool"], tmp_path / "base", count=12, batches=160, batch=16)
     cfg = dataclasses.replace(
         PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
         env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",
