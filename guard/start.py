@@ -155,9 +155,10 @@ def check_space(cfg: Config, folder: Path) -> None:
     files = plan.disk(cfg, policy.policy_params, critic.critic_params if cfg.algo == "ppo" else 0)
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
-    require(free >= files["disk"],
-            f"{gib(free)} free in {folder} for checkpoints of {gib(files['a checkpoint'])} and exports of "
-            f"{gib(files['exports'])}", f"{gib(files['disk'])}, so a smaller --keep, or another --out")
+    checkpoint, exports, needed = map(gib, files.values())
+    require(free >= files["disk, all"],
+            f"{gib(free)} free in {folder} for checkpoints of {checkpoint} and exports of {exports}",
+            f"{needed}, so a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:

@@ -384,8 +384,8 @@ def test_the_hours_are_the_plans():
         flags = *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"
         said = json.loads(typed(["-m", "tools.plan", *flags]))
         seconds, space = said["estimated seconds"]["step"], said["host and disk, GiB"]
-        assert hours == f"{seconds['short'] / 36:.1f} to {seconds['full'] / 36:.1f}", preset
-        assert (host, disk) == (f"{space['host']:.0f} GiB", f"{space['disk']:.0f} GiB"), preset
+        assert hours == f"{seconds['quarter length'] / 36:.1f} to {seconds['full length'] / 36:.1f}", preset
+        assert (host, disk) == (f"{space['machine']:.0f} GiB", f"{space['disk, all']:.0f} GiB"), preset
         assert said["verdict"].startswith("fits"), preset
         seen += 1
     assert seen > 5

@@ -105,7 +105,7 @@ def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
     files = list((tmp_path / "run" / "ckpt" / "step_000001").iterdir())
     assert len(files) >= 4
     assert sum(f.stat().st_size for f in files) == pytest.approx(
-        plan.disk(cfg, shape.policy_params, shape.critic_params)["a checkpoint"], rel=0.02)
+        plan.disk(cfg, shape.policy_params, shape.critic_params)["disk, a checkpoint"], rel=0.02)
 
 
 def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
@@ -113,7 +113,7 @@ def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
     export = two_ranks[0] / "export"
     taken = sum((export / name / "model.safetensors").stat().st_size for name in ("policy", "critic"))
     planned = plan.disk(base, shape.policy_params, shape.critic_params)
-    assert taken == pytest.approx(planned["exports"], rel=0.03)
+    assert taken == pytest.approx(planned["disk, exports"], rel=0.03)
 
 
 def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **more) -> plan.Case:
@@ -264,7 +264,7 @@ def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
 def test_the_batches_of_orz_7b():
     table = plan.plan_of(case("orz-7b", "--layout", "production", world=32, prompts=57000))
     batches, run, models = table["batches"], table["run"], table["models"]
-    assert batches["samples a step"] == 128 * 64 == 8192 and batches["tokens a pack"] == 16384
+    assert batches["samples a step"] == 128 * 64 == 8192 and batches["longest pack, tokens"] == 16384
     assert batches["samples an engine"] == batches["samples a rank"] == 256
     assert models["samples an update"] == {"policy": 8192, "critic": pytest.approx(683, abs=0.5)}
     steps = -(-20 * 57000 // 128)
@@ -368,9 +368,8 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
     assert done.returncode == 0 and torch_there == "False" and float(cpu) < 5
     assert max(map(len, done.stdout.splitlines())) <= 80
     flat = " ".join(done.stdout.split())
-    for words in ("ranks 32", "critic_update_steps (ORZ)", "ppo_mini_batch_size (verl)", "7,615,616,512",
-                  "samples a step 8,192", "rollout_batch_size", "samples an update 683 8,192",
-                  "tokens a pack 16,384", "a checkpoint 164", "of a rank's 139.8 GiB"):
+    for words in ("ranks 32", "7,615,616,512", "samples a step 8,192", "samples an update 683 8,192",
+                  "longest pack, tokens 16,384", "disk, a checkpoint 164", "of a rank's 139.8 GiB"):
         assert words in flat, words
 
 
@@ -401,9 +400,9 @@ def test_hours_are_those_of_all_steps():
     c = case("orz-7b", "--layout", "production", world=32)
     table = plan.plan_of(c)
     run, step = table["run"], table["estimated seconds"]["step"]
-    assert step["short"] == plan.seconds(c, 2048 / 8, 2000)["step"]
-    assert run["hours, short responses"] == pytest.approx(c.steps * step["short"] / 3600)
-    assert run["hours, full responses"] == pytest.approx(c.steps * step["full"] / 3600)
+    assert step["quarter length"] == plan.seconds(c, 2048 / 8, 2000)["step"]
+    assert run["hours, quarter length"] == pytest.approx(c.steps * step["quarter length"] / 3600)
+    assert run["hours, full length"] == pytest.approx(c.steps * step["full length"] / 3600)
     total, *items = table["memory of a rank, GiB"].values()
     for phase, n in total.items():
         assert n == pytest.approx(sum(item[phase] for item in items))

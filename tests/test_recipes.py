@@ -195,7 +195,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
         check=True, env=os.environ | keep_memory | {"OMP_NUM_THREADS": "2"})
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    planned = plan["host and disk, GiB"]["host"]
+    planned = plan["host and disk, GiB"]["machine"]
     print(f"peak {row['mem/host_peak_gb']:.1f} GiB, planned for the machine {planned:.1f}")
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
     assert 1 < row["mem/host_peak_gb"] < planned

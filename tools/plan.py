@@ -354,10 +354,11 @@ def host_memory() -> float:
 def host_need(case: Case) -> dict[str, float]:
     """Bytes of host memory: of one rank for its waiting state, a checkpoint's copy and libraries, and of the
     whole machine. Without GPUs, a rank's training is in host memory too."""
-    rank = {"waiting state": case.state if case.offloads else 0, "checkpoint's copy": case.checkpoint,
-            "libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
+    rank = {"rank's waiting state": case.state if case.offloads else 0,
+            "rank's checkpoint copy": case.checkpoint,
+            "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
     training = 0 if case.gpu else fullest(case)[1]["total"]
-    return rank | {"host": case.local * (sum(rank.values()) + training)}
+    return rank | {"machine": case.local * (sum(rank.values()) + training)}
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
@@ -367,7 +368,8 @@ def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
     if cfg.keeps_ref:
         checkpoint += 4 * policy
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)  # one is being written
-    return {"a checkpoint": checkpoint, "exports": exports, "disk": count * checkpoint + exports}
+    return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
+            "disk, all": count * checkpoint + exports}
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -458,34 +460,10 @@ def verdict(case: Case) -> str:
 
 Plan = dict[str, dict]  # section -> name -> a number, a word, or a dict of one for each column
 
-# What a row means, and its names in other libraries.
-NOTES = {
-    "prompts": "an epoch's; 57,000 where --data can't be read",
-    "episodes": "prompt-response pairs: total_episodes (Open-Instruct)",
-    "hours, short responses": "estimate: a quarter of their limit; no evaluations",
-    "hours, full responses": "estimate: as long as their limit",
-    "prompts a step": "rollout_batch_size (ORZ, OpenRLHF), train_batch_size (verl)",
-    "samples a prompt": "n_samples_per_prompt (ORZ, OpenRLHF), rollout.n (verl), num_generations (TRL)",
-    "samples a step": "global batch: the episodes of a step",
-    "samples a rank": "on average: ranks get equal tokens",
-    "samples an engine": "at a time; up to --max_num_seqs are decoded at once",
-    "tokens a pack": "micro batch, one forward pass of a rank: packing_max_len (ORZ), "
-                     "ppo_max_token_len_per_gpu (verl)",
-    "tokens a sample": "at most, prompt and response together",
-    "updates a pass": "policy_update_steps, critic_update_steps (ORZ)",
-    "prompts an update": "ppo_mini_batch_size (verl)",
-    "samples an update": "minibatch: train_batch_size (OpenRLHF)",
-    "layers recomputed": "in whole; the others keep products and attention. none: all keep all (--recompute)",
-    "waiting state": "a rank's, pinned, while its models wait (--offload)",
-    "checkpoint's copy": "a rank's, while it is written",
-    "libraries": "a rank's",
-    "host": "all ranks of a machine; without GPUs with the memory above",
-    "disk": "the checkpoints of --keep and --keep_best, one that is being written, and the exports",
-}
-
 
 def plan_of(case: Case) -> Plan:
-    """The whole plan. plan.json and --json hold it as it is; `as_text` prints it."""
+    """The whole plan. plan.json and --json hold it as it is; `as_text` prints it. docs/faq.md says how other
+    libraries name the batches."""
     cfg, peaks = case.cfg, {}
     for phase, usage in memory(case):  # the fullest instant of each phase
         usage = {item: n / GIB for item, n in usage.items()}
@@ -495,21 +473,21 @@ def plan_of(case: Case) -> Plan:
     plan = {
         "run": {
             "ranks": case.world, "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
-            "prompts": case.prompts or ASSUMED_PROMPTS, "episodes": steps * samples},
+            "prompts": case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
         "batches": {
             "prompts a step": cfg.prompts_per_step, "samples a prompt": cfg.samples_per_prompt,
             "samples a step": samples, "samples a rank": samples / case.world,
-            "samples an engine": case.responses, "tokens a pack": cfg.pack_len,
-            "tokens a sample": cfg.model_len, "tokens a cache holds": kv_tokens(case)},
+            "samples an engine": case.responses, "longest pack, tokens": cfg.pack_len,
+            "longest sample, tokens": cfg.model_len, "tokens a KV cache holds": kv_tokens(case)},
         "models": _columns({name: _model_rows(case, name) for name in case.models}),
         "memory of a rank, GiB": _columns(peaks),
         "host and disk, GiB": {name: n / GIB for name, n in needs.items()}}
     if case.gpu and case.gpu.flops:
-        times = {"short": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
-                 "full": seconds(case, cfg.model_len - cfg.max_response_len, cfg.max_response_len)}
+        times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
+                 "full length": seconds(case, cfg.model_len - cfg.max_response_len, cfg.max_response_len)}
         plan["estimated seconds"] = _columns(times)
-        for name, phases in times.items():
-            plan["run"][f"hours, {name} responses"] = steps * phases["step"] / 3600
+        for length, phases in times.items():
+            plan["run"][f"hours, {length}"] = steps * phases["step"] / 3600
     return plan
 
 
@@ -529,15 +507,15 @@ def _columns(columns):
 
 
 def as_text(plan: Plan) -> list[str]:
-    """Lines of at most 80 columns: name, numbers, and the note, which wraps in a column of its own."""
+    """Lines of at most 80 columns: a name and its numbers."""
     lines = []
     for section, rows in plan.items():
-        columns = next((value for value in rows.values() if isinstance(value, dict)), {})
+        first = next(iter(rows.values()))
+        columns = first if isinstance(first, dict) else ()
         lines += ["", f"{section:24}" + "".join(f"{column:>14}" for column in columns)]
         for name, value in rows.items():
-            cells = value.values() if columns else [value]
-            left = f"  {name:22}" + "".join(f" {_shown(cell):>13}" for cell in cells) + "  "
-            lines += textwrap.wrap(left + NOTES.get(name, ""), 80, subsequent_indent=" " * len(left))
+            cells = value.values() if isinstance(value, dict) else [value]
+            lines.append(f"  {name:22}" + "".join(f" {_shown(x):>13}" for x in cells))
     return lines
 
 
