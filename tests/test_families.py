@@ -149,19 +149,14 @@ def changed_folder(source: str, out: Path, **changes) -> str:
 
 
 @pytest.mark.parametrize("model_type,words", [
-    *((name, "leak between the segments") for name in sorted(model.RECURRENT)),
-    ("gemma2", "caps its attention scores"), ("cohere2", "one token more in vLLM"),
-    ("hunyuan_v1_dense", "length of the batch"),
-    ("qwen2_moe", "mixture of experts"), ("qwen3_moe", "mixture of experts"),
-    ("mixtral", "mixture of experts"), ("gpt_oss", "mixture of experts"),
-    ("deepseek_v3", "mixture of experts"), ("phi", "never compared"), ("gemma3", "never compared"),
-    ("no_such_type", "never compared"), ("", "without a type")])
+    ("gemma2", "is a gemma2, which"), ("qwen3_moe", "is a qwen3_moe, which"),
+    ("", "is a model without a type, which")])
 def test_other_families_are_refused_by_name(model_type, words, folder_of, tmp_path):
     path = changed_folder(folder_of("llama"), tmp_path / "model", model_type=model_type)
     with pytest.raises(UserError, match=words) as e:
         model.load_config(path)
     message = str(e.value)
-    assert model_type in message and "\n" not in message
+    assert "\n" not in message
     assert all(family in message for family in model.FAMILIES)
 
 
@@ -177,9 +172,8 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("qwen3", dict(use_sliding_window=True, sliding_window=7), "use_sliding_window"),
     ("qwen3", dict(attention_bias=True), "attention_bias"), ("cohere", dict(attention_bias=True), "bias"),
     ("ernie4_5", dict(use_bias=True), "use_bias"),
-    ("cohere", dict(tie_word_embeddings=False), "head of its own"),
+    ("cohere", dict(tie_word_embeddings=False), "untied head"),
     ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
-    ("llama", dict(num_experts=4), "mixture of experts"),
     ("olmo3", dict(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
     ("qwen2", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "dynamic"),
     ("phi3", dict(rope_parameters=LONGROPE), "longrope")])
@@ -272,13 +266,10 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
         assert model.resolve(same) == same
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (("org/absent",), "hf download org/absent --local-dir DIR where .* and then --model DIR"),
-    (("org/gsm", "dataset"), "hf download org/gsm --repo-type dataset --local-dir DIR .* --data DIR")])
-def test_an_id_that_cannot_be_had_is_refused_in_one_line(arguments, words, hub):
-    with pytest.raises(UserError, match=words) as e:
-        model.resolve(*arguments)
-    assert str(e.value).startswith(f"no folder {arguments[0]}, and the Hub's") and "\n" not in str(e.value)
+def test_an_id_that_cannot_be_had_is_refused_in_one_line(hub):
+    with pytest.raises(UserError, match="hf download org/absent --local-dir DIR where .* --model DIR") as e:
+        model.resolve("org/absent")
+    assert str(e.value).startswith("no folder org/absent, and the Hub's") and "\n" not in str(e.value)
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
@@ -298,16 +289,3 @@ def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_o
     assert first == second == str(hub / "models--org--tiny" / "snapshots" / ("0" * 40))
     first, second = run_ranks(2, ranks.resolved, "org/absent")
     assert first == second and "hf download org/absent" in first
-
-
-def test_a_download_that_was_cut_short_is_not_taken_for_a_model(hub, folder_of):
-    snapshot = put_into_cache(hub, folder_of("qwen2"))
-    assert model._is_whole(snapshot)
-    (snapshot / "model.safetensors").unlink()
-    assert not model._is_whole(snapshot)
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    (snapshot / "model-1.safetensors").touch()
-    assert not model._is_whole(snapshot)
-    (snapshot / "model-2.safetensors").touch()
-    assert model._is_whole(snapshot)

@@ -198,7 +198,7 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
         return torch.autograd.grad(function(leaf, index), leaf, grad)[0]
 
     def copied(x, index):
-        return model.CopyRows.apply(x, index, lambda: model.grouped(index, len(x)))
+        return model.TakeRows.apply(x, index, *model.RowIndex(index, len(x)).groups)
 
     got = gradient(index, grad, copied)
     want = gradient(index, grad.double(), lambda x, index: x.index_select(0, index))
