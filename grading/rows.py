@@ -22,10 +22,10 @@ row.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import re
+import string
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,12 +38,13 @@ from grading.answers import KINDS, extract, grade
 
 PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
-ROLES = {None: "user", "human": "user", "gpt": "assistant",  # ORZ's words; the other three stay
-         **{role: role for role in ("system", "user", "assistant")}}
+ROLES = ("system", "user", "assistant")
+ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's words
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
 # Tables that went through CSV have lists and objects as text, in JSON or as Python prints them.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
+SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # At the ends of a text: spaces, NUL, and what has no width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
@@ -81,28 +82,33 @@ def local_file(path: str) -> str:
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match or (path.endswith(DATA_FILES) and not match[2]):
         return path
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download
 
-    repo, file = match[1], match[2]
-    found = try_to_load_from_cache(repo, file, repo_type="dataset") if file else None
-    if isinstance(found, str):
-        return found
-    names = _cached_names(repo)
-    cached = not file and bool(_train_files(names))
+    repo, file = match.groups()
     try:
-        names = names if cached else HfApi().list_repo_files(repo, repo_type="dataset")
-        wanted = [name for name in names if name == file] if file else _train_files(names)
+        names, in_cache = _cached_names(repo), True
+        wanted = _wanted(names, file)
+        if not wanted:
+            names, in_cache = HfApi().list_repo_files(repo, repo_type="dataset"), False
+            wanted = _wanted(names, file)
         some = wanted or [name for name in names if name.endswith(DATA_FILES)]
         found = f"no {file}" if file else f"{len(wanted)} train files"
         require(len(wanted) == 1, f"the data set {repo} has {found}",
                 " or ".join(f"{repo}:{name}" for name in some[:3]) or "a data set with data files")
-        return hf_hub_download(repo, wanted[0], repo_type="dataset", local_files_only=cached)
+        return hf_hub_download(repo, wanted[0], repo_type="dataset", local_files_only=in_cache)
     except UserError:
         raise
     except Exception as e:  # the network's many ways to fail
         raise UserError(f"no file {path}, and the hub's data set is neither in the cache nor reachable "
                         f"({type(e).__name__}); needed: a file that exists, or first: "
                         f"hf download --repo-type dataset {repo}") from None
+
+
+def _wanted(names, file):
+    """The data set's file of this name, or without a name its train files."""
+    if file:
+        return [name for name in names if name == file]
+    return [name for name in names if "train" in name and name.endswith(".parquet")]
 
 
 def _cached_names(repo):
@@ -114,10 +120,6 @@ def _cached_names(repo):
     except (OSError, ValueError):  # none
         return []
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-
-
-def _train_files(names):
-    return [name for name in names if "train" in name and name.endswith(".parquet")]
 
 
 # --- rows
@@ -148,8 +150,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
                 'a choice\'s text, or "reward": "choice"')
     _check_text(answer, "answer", row, where)
     dataset = _dataset(fields, where)
-    for text in (answer, dataset, *(part for turn in turns for part in turn)):
-        require(_is_unicode(text), f"{where} has a lone surrogate, which is no character", "text in UTF-8")
+    texts = [answer, dataset, *(content for role, content in turns)]
+    require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is no character",
+            "text in UTF-8")
     return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset))
 
 
@@ -159,9 +162,8 @@ def _fields(row):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
     golds = [turn["ground_truth"] for turn in turns if turn.get("ground_truth") is not None]
-    gold = golds[-1] if golds else None
     return {"prompt": [turn for turn in turns if _first(turn, "value", "content") is not None],
-            "answer": gold.get("value") if isinstance(gold, dict) else gold}
+            "answer": golds[-1] if golds else None}
 
 
 def _first(fields, *names):
@@ -189,10 +191,11 @@ def _turns(prompt, where):
     for turn in prompt:
         fields = turn if isinstance(turn, dict) else {}
         role, text = _first(fields, "role", "from"), _first(fields, "content", "value")
-        known = (role is None or isinstance(role, str)) and role in ROLES
-        require(known and isinstance(text, str), f"{where} has a turn without text or of another role",
+        role = "user" if role is None else ORZ_ROLES.get(str(role), role)
+        require(role in ROLES and isinstance(text, str),
+                f"{where} has a turn without text or of another role",
                 '{"role": "system", "user" or "assistant", "content": "1+1="}')
-        turns.append((ROLES[role], text))
+        turns.append((role, text))
     while turns and turns[-1][0] == "assistant":
         turns.pop()
     require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a last turn of the user")
@@ -213,14 +216,6 @@ def _dataset(fields, where):
     return ""
 
 
-def _is_unicode(text):
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 # --- gold answers
 
 
@@ -228,23 +223,22 @@ def _gold(fields):
     """The value of the row's answer field, without lists and dicts around it."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
-        gold = gold.get("ground_truth")
+        gold = _first(gold, "ground_truth", "value")
     return gold[0] if isinstance(gold, list) and len(gold) == 1 else gold
 
 
 def _is_number(value):
-    return isinstance(value, Number | int | float) and not isinstance(value, bool)
+    return isinstance(value, JsonNumber | int | float) and not isinstance(value, bool)
 
 
 def _plain_text(value):
     """A text or a finite number as text; None for anything else."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Number):
+    if isinstance(value, JsonNumber):
         return value.text
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, float | Decimal) or not math.isfinite(value):
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
         return None
     # Parquet has integers as floats where a column also has nulls.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
@@ -264,8 +258,7 @@ def _answer(fields, where):
         return boxed.strip()
     _, marked, last = text.rpartition("####")  # GSM8K
     if marked and "\n" not in last.strip():
-        last = last.strip()
-        return last.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", last) else last
+        return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):
         # The solution of TRL's prompts may be the bare answer. Four words are a sentence.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
@@ -275,12 +268,11 @@ def _answer(fields, where):
 
 def _out_of_list(text):
     """The text in a list of one that was written as JSON; other texts as they are."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith('["') else None
-    except (ValueError, RecursionError):
-        return text
-    one = isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
-    return found[0] if one else text
+        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
+            return found[0]
+    return text
 
 
 # --- choices
@@ -288,15 +280,13 @@ def _out_of_list(text):
 
 def _choices(fields, where):
     """Letter -> text of the row's choices; {} where it has none."""
-    choices = _first(fields, "choices", "options")
-    if isinstance(choices, list):
-        choices = dict(zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", choices, strict=False)) if len(choices) <= 26 else 0
+    choices = _first(fields, "choices", "options") or {}
+    if isinstance(choices, list) and len(choices) <= 26:
+        choices = dict(zip(string.ascii_uppercase, choices, strict=False))
     elif isinstance(choices, dict):  # Parquet adds the letters of other rows, as nulls
         choices = {letter: text for letter, text in choices.items() if text is not None}
-    if choices is None or choices == {}:
-        return {}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
-    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() and _is_unicode(v) for k, v in texts.items())
+    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
     require(right, f"{where} has choices that are not up to 26 texts",
             '"choices": ["5", "6"], or {"A": "5", "B": "6"}')
     return texts
@@ -331,7 +321,7 @@ def _letter_of(gold, fields, choices, where):
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class JsonNumber:
     """A number of a JSON file, as the text that it is there: 1.10 stays 1.10, and 5,000 digits stay."""
 
     text: str
@@ -340,14 +330,13 @@ class Number:
         return self.text
 
 
-ROW = json.JSONDecoder(parse_float=Number, parse_int=Number)
-AFTER_ROW = re.compile(r"\s*(,\s*|\]\s*\Z)")  # of a JSON list
+ROW = json.JSONDecoder(parse_float=JsonNumber, parse_int=JsonNumber)
 BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. The number of a row
-    of a .jsonl file is that of its line. Numbers of JSON are `Number`s.
+    of a .jsonl file is that of its line. JsonNumbers of JSON are `JsonNumber`s.
 
     Raises UserError, with the row, where it can't be read or has no row."""
     file, row = data_file(path), None
@@ -363,11 +352,8 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet_rows(file):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{file} needs pyarrow, which is missing; needed: pip install pyarrow") from None
+    import pyarrow.parquet
+
     try:
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # rows in memory at once
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
@@ -388,20 +374,8 @@ def _line_rows(file):
 
 def _list_rows(file):
     with _not_json(str(file)):
-        text = file.read_text(encoding="utf-8-sig")
-    at = re.compile(r"\s*\[\s*").match(text).end()
-    if AFTER_ROW.match(text, at):  # an empty list
-        return
-    for number in itertools.count(1):
-        with _not_json(f"{file} row {number}"):
-            row, at = ROW.raw_decode(text, at)
-        yield number, row
-        after = AFTER_ROW.match(text, at)
-        require(after is not None, f"{file} row {number} is not followed by a comma or the list's end",
-                "a JSON list")
-        if after[1].startswith("]"):
-            return
-        at = after.end()
+        rows = ROW.decode(file.read_text(encoding="utf-8-sig"))
+    return enumerate(rows, 1)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ READ = {
     '{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     # GSM8K
     r'{"question": "1+1=", "answer": "We add 1 and 1.\n#### 42"}': (Q, "42", "math"),
-    r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1234", "math"),
+    r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1,234", "math"),
     r'{"question": "1+1=", "answer": "On one line. #### -7"}': (Q, "-7", "math"),
     # MATH, Open-R1
     r'{"problem": "1+1=", "solution": "first \\boxed{1}, then \\boxed{2}."}': (Q, "2", "math"),
@@ -163,7 +163,7 @@ REFUSED = {
     r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "other choices in its problem",
     r'{"prompt": "1+1=\ud800", "answer": "2"}': "lone surrogate",
     r'{"prompt": "1+1=", "answer": "2\udfff"}': "lone surrogate",
-    r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "choices that are not",
+    r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
     # an index is no answer to compare as text
@@ -228,7 +228,9 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     with pytest.raises(UserError) as e:
         list(rows.problem_rows(str(path), "math"))
     message = str(e.value)
-    assert message.startswith(f"{path} row 2") and "\n" not in message and len(message) < 500
+    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")  # of the whole list
+    assert message.startswith(str(path) if no_json else f"{path} row 2")
+    assert "\n" not in message and len(message) < 500
     assert REFUSED[line] in message and "needed: " in message
     message.encode()  # a lone surrogate would break the terminal
 
@@ -300,11 +302,11 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
     ("d.jsonl", '{"prompt": "a\u2028b", "answer": "\u00e9"}'.encode(), [1]),
     ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 is not UTF-8"),
     ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 is not UTF-8"),
-    ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "row 1 is not followed by a comma"),
-    ("d.json", b"[" + GOOD + b", " + GOOD, "row 2 is not followed by a comma"),
-    ("d.json", b"[" + GOOD + b",", "row 2 is not JSON"),
+    ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "is not JSON"),
+    ("d.json", b"[" + GOOD + b", " + GOOD, "is not JSON"),
+    ("d.json", b"[" + GOOD + b",", "is not JSON"),
     ("d.json", b"[]", "is empty"), ("d.json", b"\xef\xbb\xbf", "is empty"), ("d.jsonl", b"\n \n", "is empty"),
-    ("d.json", b"[" + GOOD + b"] more", "row 1 is not followed"),
+    ("d.json", b"[" + GOOD + b"] more", "is not JSON"),
 ])
 def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
     path = tmp_path / name
