@@ -11,7 +11,6 @@ that can be killed.
 """
 
 import math
-import re
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -38,25 +37,37 @@ class Term:
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     """The terms of --reward, each `NAME` or `NAME=WEIGHT`. A name is one of KINDS, one of `parts`,
     FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Graders come first. Raises UserError."""
-    terms = []
-    for spec in reward:
-        full, _, number = spec.rpartition("=") if re.search(r"=[^/:]*$", spec) else (spec, "", "1")
-        dataset, custom = _split_custom(full) if ":" in full else ("", "")
-        weight = _weight(number)
-        require(weight != 0, f"reward {spec!r} has weight {number!r}", "NAME=NUMBER, finite and not 0")
-        known = [*KINDS, *parts]
-        require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
-                f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
-        name = "accuracy" if full in KINDS else custom.rpartition(":")[2] or full
-        name = dataset.casefold().replace("/", "-") or name  # a / would make it another metric
-        terms.append(Term(name, weight, full if full in KINDS else "", custom, dataset.casefold()))
+    terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
-    names = [t.name for t in terms]
+    names = {t.name for t in terms}
     require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
             f"one of {', '.join(KINDS)}, or {SPEC}")
-    require(len(set(names)) == len(names), f"--reward {' '.join(reward)} has two parts of one name",
+    require(len(names) == len(terms), f"--reward {' '.join(reward)} has two parts of one name",
             "at most one comparison of answers, and functions of different names")
     return graders + [t for t in terms if t not in graders]
+
+
+def _term(spec, parts):
+    """One term of --reward. Raises UserError."""
+    full, equals, number = spec.rpartition("=")
+    if not equals or "/" in number or ":" in number:  # the = is in a path
+        full, number = spec, "1"
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = 0.0
+    require(weight != 0 and math.isfinite(weight), f"reward {spec!r} has weight {number!r}",
+            "NAME=NUMBER, finite and not 0")
+    if full in KINDS:
+        return Term("accuracy", weight, kind=full)
+    dataset, custom = _split_custom(full) if ":" in full else ("", "")
+    known = [*KINDS, *parts]
+    require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
+            f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
+    name = custom.rpartition(":")[2] or full
+    if dataset:
+        name = dataset.replace("/", "-")  # a / would make it another metric
+    return Term(name, weight, custom=custom, dataset=dataset)
 
 
 def _split_custom(spec):
@@ -67,20 +78,13 @@ def _split_custom(spec):
     dataset, _, custom = spec.partition("@")
     require(dataset != "", f"reward {spec!r} has no data set before its @",
             f"DATASET@{SPEC}, or ./ in front of a path")
-    return dataset, custom
-
-
-def _weight(text):
-    """The number, or 0 for what is no finite number."""
-    try:
-        return float(text) if math.isfinite(float(text)) else 0.0
-    except ValueError:
-        return 0.0
+    return dataset.casefold(), custom
 
 
 def kind_of(reward: Sequence[str]) -> str:
     """How --reward compares answers where a row does not say: one of KINDS."""
-    return next((spec.partition("=")[0] for spec in reward if spec.partition("=")[0] in KINDS), "math")
+    names = [spec.partition("=")[0] for spec in reward]
+    return next((name for name in names if name in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
@@ -98,28 +102,25 @@ def tag_count(text: str) -> float:
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
-def repetition(text: str, n: int = 3) -> float:
+def repeated_ngrams(text: str, n: int = 3) -> float:
     """Share of the text's word n-grams that occurred before in it, from 0 to 1 (Open-R1's repetition penalty,
     without its sign)."""
     words = text.lower().split()
-    grams = list(zip(*(words[i:] for i in range(n)), strict=False))
+    grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 # --- the dry run
 
-FIELDS = {"response": str, "answer": str, "stopped": bool}
-
-
-def _rows(path):
+def _responses(path):
     """Rows of a file of responses, with the defaults filled in. Raises UserError with the row's number."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": "math", **row}
-        if "gold" in row:  # of a run's samples/, where `answer` is what was extracted
+        if "gold" in row:  # of a run's samples/, where `answer` is the extracted text
             row["answer"] = row["gold"]
-        for field, needed in FIELDS.items():
+        for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
             require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}", needed.__name__)
         require(row["kind"] in KINDS, f"{where}: 'kind' is {row['kind']!r}", f"one of {', '.join(KINDS)}")
@@ -139,7 +140,7 @@ def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, dead
         extractor: finds the answer in a response: orz, boxed, answer_tag, gsm8k, dapo, letter, last_number or
             whole
     """
-    rows, start = list(_rows(responses)), time.perf_counter()
+    rows, start = list(_responses(responses)), time.perf_counter()
     with Grader(workers, deadline, [reward] if reward else [], compares=not reward) as grader:
         for i, row in enumerate(rows):
             grader.submit(i, row["response"], row["answer"], row["stopped"], row["kind"], extractor,
@@ -150,8 +151,8 @@ def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, dead
         print(f"{reason:10}{count:8}{count / len(rows):8.1%}")
     mean = sum(grade.reward for grade in grades.values()) / len(rows)
     print(f"mean reward {mean:.4f}, {time.perf_counter() - start:.1f} s")
-    failures = [i for i in range(len(rows)) if grades[i].reason in ("wrong", "unparsed")]
-    for i in failures[:3]:
+    failures = [i for i, grade in grades.items() if grade.reason in ("wrong", "unparsed")]
+    for i in sorted(failures)[:3]:
         row, grade = rows[i], grades[i]
         print(f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
               f"ends {row['response'][-200:]!a}")

@@ -38,7 +38,7 @@ from engines.vllm_engine import VLLMEngine
 from grading.answers import extract
 from grading.worker import Grade, Grader
 from model import load_config, ropes
-from reward import Term, parse_terms, repetition, tag_count, think_then_answer
+from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_answer
 
 K = TypeVar("K")
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4  # random streams; the key of a later round ends in ROUND, its number
@@ -74,7 +74,7 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.text) for s in group],
-    "repetition": lambda group, cfg: [-repetition(s.text) for s in group],
+    "repetition": lambda group, cfg: [-repeated_ngrams(s.text) for s in group],
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
