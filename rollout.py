@@ -358,7 +358,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     if carries:  # a resumed run deals as this one, whichever rank the trajectories were on
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
-    if chosen is None:
+    scattered = engine.ranks > 1 and (round_len > 0 or not by_prompt)
+    if any(dist.gather(chosen is None)) if scattered else chosen is None:
         return [], []
     graded = trajectories.grades()
     samples = [s for s in graded if (s.prompt_id, s.sample_id) in chosen]
@@ -366,7 +367,6 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             *(s for s in graded if (s.prompt_id, s.sample_id) not in chosen)]
     if not temperature:
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
-    scattered = engine.ranks > 1 and (round_len or not by_prompt)
     return meet(samples, engine) if scattered else samples, left
 
 
