@@ -5,7 +5,7 @@ Cuts a step's samples into minibatches and balanced packs, and lays packs out fo
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
-    minibatches = assign(lengths, ranks, cfg, step)      # minibatch, rank and pack of each sample
+    minibatches = assign(lengths, work, prompts, ranks, cfg, step)  # minibatch, rank and pack of each sample
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
 Departs from Open-Reasoner-Zero: no remainder is dropped, and no sample is duplicated as padding.
@@ -77,26 +77,26 @@ class Sample:
     prompt_id: int  # which prompt of the step's batch
     sample_id: int  # which of the prompt's samples
     prompt: tuple[int, ...]
-    ids: np.ndarray  # (L,) int32 response tokens of all segments, with those of the stop strings or EOS
+    ids: np.ndarray  # (L,) int32 response tokens of all segments, with the tokens of the stop string or EOS
     logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 where not sampled
     stopped: bool  # ended by EOS or a stop string, not by the length limit
     text: str  # the response, decoded
-    version: int  # of the weights that sampled its last segment
+    version: int  # version of the weights that sampled its last segment
     reward: float = 0.0  # from the grader
-    reason: str = ""  # why that reward: one of reward.REASONS
-    answer: str | None = None  # what was extracted from the response
-    grader: str = ""  # the term of --reward that gave it
-    weight: float = 1.0  # of the reward, in training
-    parts: dict[str, float] = field(default_factory=dict)  # added to it, by name
+    reason: str = ""  # why the grader gave this reward: one of reward.REASONS
+    answer: str | None = None  # the answer that was extracted from the response
+    grader: str = ""  # the term of --reward that gave the reward
+    weight: float = 1.0  # weight of the reward in training
+    parts: dict[str, float] = field(default_factory=dict)  # other terms of --reward, weighted, by name
     failed: tuple[str, ...] = ()  # graders whose function raised
     in_loss: bool = True  # whether its sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
     versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
-    turns: int = 1  # its texts of the environment, and 1
-    turn_start: int = 0  # where its last turn starts in ids
+    turns: int = 1  # turns of the policy: 1 more than texts of the environment
+    turn_start: int = 0  # index in `ids` where the last turn starts
     env_reward: float | None = None  # from the environment, in place of the grader's; None: it gave none
-    advantage: float = 0.0  # grpo: from the group's scores. ppo computes one per token later
-    prompt_share: float = 0.0  # weight of its tokens, with --aggregation prompt
+    advantage: float = 0.0  # GRPO: from the group's scores. PPO computes one per token later
+    prompt_share: float = 0.0  # weight of its tokens in the loss, with --aggregation prompt
 
     @property
     def length(self) -> int:
@@ -126,19 +126,25 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """N segments (prompt + response) end to end, T tokens in all. No tensor is written to after it was
-    made."""
+    """N segments (prompt + response) end to end, T tokens in all. No tensor is written to after it was made.
+
+        tokens       p q r a b | p q r c d e       prompt p q r with the responses a b and c d e
+        positions    0 1 2 3 4 | 0 1 2 3 4 5
+        cu_seqlens   0           5           11
+        mask         . . . x x | . . . x x x
+        rewards      0 0 0 0 1 | 0 0 0 0 0 0       the first response scores 1, the second 0
+    """
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices of these tokens; made on the host, where their number is known
-    fresh_tokens: Tensor  # (F,) those of them that the step's own weights sampled: all, without --carry
+    loss_tokens: Tensor  # (L,) indices of the tokens in `mask`; made on the host, where L is known
+    fresh_tokens: Tensor  # (F,) the ones that the step's own weights sampled: all, without --carry
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
-    prompt_share: Tensor  # (T,) weight of the token with --aggregation prompt
+    prompt_share: Tensor  # (T,) weight of the token in the loss, with --aggregation prompt
     longest: int  # tokens of the longest segment
     responses: int  # samples that enter the loss; 0 in a filler
     unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
@@ -149,7 +155,7 @@ class Pack:
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack on another device. To a GPU it goes from pinned memory, so that nobody waits."""
+        """The same pack on another device. Pinned memory lets the copy to a GPU run beside other work."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         if torch.device(device).type == "cuda":
             tensors = {k: v.pin_memory() for k, v in tensors.items()}
@@ -164,9 +170,9 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
     """All problems of the files, in the order of the files. Drops repeated rows, prompts over
     --max_prompt_len, and prompts that leave no room for a response; `say` gets one line with their numbers.
 
-    cfg.data_weights apply if `paths` is cfg.data. `longest`: most tokens of prompt and response together;
-    default: cfg.model_len. Raises UserError with file and row for a row that can't be read, and where no
-    problem is left."""
+    cfg.data_weights apply if `paths` is cfg.data. `longest`: limit of prompt and response together, in
+    tokens; default: cfg.model_len. Raises UserError with file and row for a row that can't be read, and where
+    no problem is left."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -272,10 +278,11 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """A Jinja chat template with which an exported tokenizer gives the prompts of training. `form`: see
-    prompt_form. With "" it is the tokenizer's own, with the system prompt where a conversation has none.
-    Otherwise it shows one user turn, and raises for any other conversation. "" where the tokens would
-    differ."""
+    """A Jinja chat template with which an exported tokenizer writes the prompts of training; "" where the
+    tokens would differ. `form`: see prompt_form.
+
+    If `form` is "", it is the tokenizer's own template, with the system prompt where a conversation has none.
+    Otherwise the template shows one user turn, and raises for any other conversation."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -310,13 +317,13 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """The prompts that begin in the step. The order is reshuffled each epoch and is a pure function of (seed,
-    step)."""
+    """The prompts that begin in the step, a pure function of (seed, step). The order is reshuffled each
+    epoch."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
 
 def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Config) -> dict[int, Problem]:
-    """The run's prompts by number. The number counts the prompts from the run's start."""
+    """The run's prompts by number: the k-th prompt since the run's start has number k."""
     groups = _groups(problems)
     n = _total(groups)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
@@ -337,7 +344,7 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
     """Replacement prompts for uniform groups: one per prompt of the step, a pure function of (seed, step,
-    round). A problem is as likely as it is frequent in the step's epoch."""
+    round). A problem's probability is its share of the step's epoch."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -358,8 +365,9 @@ def _draws(weight, n):
 
 
 def _groups(problems):
-    """(weight, indices) of the problems that an epoch draws from together: each file's. Files of one whole
-    weight are one group, because an epoch has all their problems equally often."""
+    """(weight, indices) of each group of problems. A file is a group, and an epoch draws weight × problems
+    from it. Files with the same whole weight are one group, because an epoch has all their problems equally
+    often."""
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
@@ -369,8 +377,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Indices of an epoch's problems, in order and shuffled. Each problem comes floor(weight) times; of each
-    group a random subset comes once more."""
+    """Indices of an epoch's problems, in order and shuffled. Each problem comes floor(weight) times. A random
+    part of each group comes once more."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for weight, indices in groups:
         whole, rest = divmod(_draws(weight, len(indices)), len(indices))
@@ -383,8 +391,8 @@ def _epoch(groups, seed, epoch):
 
 
 def extended(before: Sample, segment: Sample) -> Sample:
-    """A trajectory with its next segment, whose prompt is all of `before`. Its text stays that of
-    `before`."""
+    """The trajectory `before` with its next segment, whose prompt was all of `before`. The text stays the
+    text of `before`."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -412,9 +420,9 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> list[list[list[list[int]]]]:
-    """Which sample goes where: minibatches[m][rank][pack] is a list of sample indices. Of sample i,
-    `lengths[i]` is the tokens, `work[i]` the cost in any unit, and `prompts[i]` the prompt_id; samples are
-    ordered by (prompt_id, sample_id).
+    """Which sample goes where: minibatches[m][rank][pack] is a list of sample indices. Sample i has
+    `lengths[i]` tokens, costs `work[i]` (any unit), and its prompt_id is `prompts[i]`. Samples are ordered by
+    (prompt_id, sample_id).
 
     Minibatches are the same for any number of ranks, and packs do not change the maths. So ranks and packing
     change no result."""
@@ -443,8 +451,8 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Ascending sample indices in lists of one prompt's samples with at most `limit` tokens, or of one
-    sample."""
+    """Cut ascending sample indices into lists. A list holds samples of one prompt with at most `limit` tokens
+    together, or a single sample."""
     lists = []
     room = 0
     for i in indices:
@@ -459,9 +467,9 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Indices of `lengths` in `bins` lists of nearly equal cost, none with more than `cap` tokens; None where
-    that fails. Greedy: the costliest first, into the cheapest list that has room (LPT). Default `cost`: the
-    lengths."""
+    """Indices of `lengths` in `bins` lists of nearly equal cost, each with at most `cap` tokens; None where
+    that fails. Greedy: the costliest index goes first, into the cheapest list that has room (LPT). Default
+    `cost`: the lengths."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
