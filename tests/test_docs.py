@@ -274,7 +274,9 @@ def test_every_flag_exists():
 def test_every_file_exists(two_ranks):
     """In the repository, or in the folder of a run."""
     from log import metric_meanings
+    from tools.report import write_report
 
+    write_report(two_ranks[0])
     keys = list(metric_meanings())  # test_log.py compares docs/metrics.md with them
     dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
     seen = 0
