@@ -271,6 +271,7 @@ def test_a_signal_may_come_while_another_is_handled():
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
     """The models are saved by then, so the run ends as it should."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
+    (tmp_path / "plot.png").unlink(missing_ok=True)
     (tmp_path / "plot.png").mkdir()
     assert run_ranks(1, ranks.main, dataclasses.replace(base, out=str(tmp_path)), True) == [""]
     assert "!! can't write the report to " in capfd.readouterr().out
