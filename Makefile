@@ -25,7 +25,7 @@ else
   REQUIREMENTS := requirements.txt
 endif
 
-.PHONY: demo gsm8k test plan rehearse chaos bench
+.PHONY: demo gsm8k test test-with-vllm test-others plan rehearse chaos bench
 
 .venv/.demo: $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
@@ -63,9 +63,18 @@ gsm8k: .venv/.demo
 	.venv/bin/torchrun --standalone --nproc-per-node 1 train.py gsm8k-0.5b-1gpu $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
+# Two processes at once take half the time on two cores. All tests that start vLLM are in one of them.
+WITH_VLLM := $(patsubst %,tests/test_%.py,families models recipes turns z_engines)
+
 test: .venv/.test
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=line test-with-vllm test-others
+
+test-with-vllm:
+	.venv/bin/python -m pytest $(WITH_VLLM)
+
+test-others:
+	.venv/bin/python -m pytest $(filter-out $(WITH_VLLM),$(wildcard tests/test_*.py))
 
 plan: .venv/.demo
 	.venv/bin/python -m tools.plan orz-7b --layout production --gpu H200
