@@ -298,33 +298,24 @@ class Trajectories:
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
-    def keys_of_complete(self) -> list[Key]:
-        """Keys of the trajectories that `grades` will return."""
-        return [*self.graded, *self.complete]
-
     def grades(self) -> list[Sample]:
-        """The complete trajectories with their grades, ordered by (prompt_id, sample_id)."""
+        """The complete trajectories with their grades, ordered by (prompt_id, sample_id). The first grade is
+        the reward; the others are parts."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
-            first, *others = (self.results[*key, i] for i in range(len(terms)))
+            first, *others = grades = [self.results[*key, i] for i in range(len(terms))]
+            reward, reason = first.reward, first.reason
             if key in self.failures:
-                first = replace(first, reward=0.0, reason=self.failures[key])
+                reward, reason = 0.0, self.failures[key]
             elif s.env_reward is not None:
-                reason = "correct" if s.env_reward > 0 else "wrong"
-                first = replace(first, reward=s.env_reward, reason=reason)
-            self.graded[key] = _graded(s, terms, [first, *others])
+                reward, reason = s.env_reward, "correct" if s.env_reward > 0 else "wrong"
+            self.graded[key] = replace(
+                s, reward=reward, reason=reason, answer=first.answer, grader=terms[0].name,
+                weight=terms[0].weight,
+                parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
+                failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
         return [self.graded[key] for key in sorted(self.graded)]
-
-
-def _graded(sample, terms, grades):
-    """The sample with its grades: the first is the reward, the others are parts."""
-    first, *others = grades
-    return replace(
-        sample, reward=first.reward, reason=first.reason, answer=first.answer,
-        grader=terms[0].name, weight=terms[0].weight,
-        parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
-        failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
 
 
 # --- rollouts
@@ -385,7 +376,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
         aborted = not trajectories.sample_round(temperature, key, version, on_response)
         if dist.stop_requested() if shares else aborted:
             return None
-        state = sorted(trajectories.open), trajectories.keys_of_complete()
+        state = sorted(trajectories.open), [*trajectories.graded, *trajectories.complete]
         states = dist.gather(state) if shares else engine.gather(state)
         open_keys, complete = [x for x, _ in states], itertools.chain(*(x for _, x in states))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}

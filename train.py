@@ -64,6 +64,7 @@ from data import (
     Problem,
     Sample,
     assign,
+    batch_at,
     epoch_len,
     fingerprint,
     load_problems,
@@ -362,28 +363,37 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     an index of these problems; and, with --carry, the trajectories that it goes on with in the next step.
     Metrics are those of the batch as it was drawn, before any resampling."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
-    # Prompts that began earlier (--carry). Some of them may be on other ranks alone.
-    earlier = set().union(*dist.gather({s.prompt_id for s in run.carried})) if cfg.carry else set()
-    problems = problems_at(run.problems, sorted(earlier.union(numbers_at(step, cfg))), cfg)
-    samples, carried = draw(run, problems, (step,), arrivals, run.carried)
-    numbers = list(problems)
     if cfg.carry:
-        numbers = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
-        meter.add("carried", sum(not s.reason for s in carried))
-        ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
-        meter.add("staleness/mean", ages.sum(), len(ages))
-        meter.add_max("staleness/max", ages.max(initial=0))
-    place = {number: i for i, number in enumerate(numbers)}
-    batch = [problems[i] for i in numbers]
-    samples = [replace(s, prompt_id=place[s.prompt_id]) for s in samples]
+        batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
+    else:
+        batch = batch_at(run.problems, step, cfg)
+        samples, carried = draw(run, dict(enumerate(batch)), (step,), arrivals)
     measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
-    start, late, end = (arrivals[i] for i in (0, int(0.9 * len(arrivals)), -1))
+    start, late, end = arrivals[0], arrivals[int(0.9 * len(arrivals))], arrivals[-1]
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples, arrivals)
     return batch, samples, carried
+
+
+def draw_and_carry(run: Run, step: int, meter: Meter,
+                   arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
+    """sample_step's result for --carry: `draw` from the step's prompts and those carried here. Until
+    the batch is known, a prompt_id is the prompt's number in the run (data.numbers_at)."""
+    cfg = run.cfg
+    carried = set().union(*dist.gather({s.prompt_id for s in run.carried}))
+    problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
+    samples, left = draw(run, problems, (step,), arrivals, run.carried)
+    meter.add("carried", sum(not s.reason for s in left))
+    ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
+    meter.add("staleness/mean", ages.sum(), len(ages))
+    meter.add_max("staleness/max", ages.max(initial=0))
+    numbers = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
+    place = {number: i for i, number in enumerate(numbers)}
+    samples = [replace(s, prompt_id=place[s.prompt_id]) for s in samples]
+    return [problems[i] for i in numbers], samples, left
 
 
 @dist.phase("rollout")
@@ -409,29 +419,34 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
              arrivals: list[float]) -> tuple[list[Problem], list[Sample]]:
-    """Replace prompts whose responses are all right or all wrong, before any penalty, for up to
-    --resample_rounds rounds (DAPO's dynamic sampling, eq. 11). Those that are left after that stay."""
+    """Replace uniform prompts, whose responses are all right or all wrong, for up to --resample_rounds rounds
+    (DAPO's dynamic sampling, eq. 11). Graded rewards decide, before any penalty. Prompts that are still
+    uniform after the last round stay."""
     cfg, batch = run.cfg, list(batch)
-    for round in range(1, cfg.resample_rounds + 2):
-        keep = grpo.keep_groups(of_groups([s.reward for s in samples], cfg))
-        uniform = torch.zeros(len(batch), dtype=torch.int64)
-        uniform[[s.prompt_id for s in samples[::cfg.samples_per_prompt]]] = 1 - keep.long()
-        replaced = dist.all_sum(uniform).nonzero()[:, 0].tolist()
-        if not replaced:
-            return batch, samples
-        if round > cfg.resample_rounds:
+    uniform = uniform_prompts(samples, cfg)
+    for round in range(1, cfg.resample_rounds + 1):
+        if not uniform:
             break
         replacements = replacement_batch(run.problems, step, round, cfg)
-        for prompt_id in replaced:
+        for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
-        drawn, _ = draw(run, {i: batch[i] for i in replaced}, (step, round), arrivals)
+        drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), arrivals)
         if dist.stop_requested():  # then a rank may have none
             return batch, samples
-        drawn += [s for s in samples if s.prompt_id not in replaced]
+        drawn += [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
-    run.log.alarm(f"step {step}: {len(replaced)} of {len(batch)} prompts are still uniform after "
-                  f"{cfg.resample_rounds} rounds (--resample_rounds): the data is too easy or too hard")
+        uniform = uniform_prompts(samples, cfg)
+    if uniform:
+        run.log.alarm(f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
+                      f"{cfg.resample_rounds} rounds (--resample_rounds): the data is too easy or too hard")
     return batch, samples
+
+
+def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
+    """The prompts, over all ranks, whose samples have equal rewards."""
+    differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
+    prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
+    return set().union(*dist.gather([i for i, keep in zip(prompts, differ, strict=True) if not keep]))
 
 
 @dist.phase("eval")
