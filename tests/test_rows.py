@@ -459,14 +459,14 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def worked_solutions() -> list[tuple[dict, str, str]]:
-    """(row, a right answer, a wrong answer): 500 in GSM8K's form, and 300 solutions with nested boxes."""
+    """(row, a right answer, a wrong answer): 250 in GSM8K's form, and 150 solutions with nested boxes."""
     rng, found = random.Random(0), []
-    for i in range(500):
+    for i in range(250):
         n = rng.choice([rng.randrange(100), rng.randrange(10**6), -rng.randrange(50)])
         steps = "\n".join(f"Then {a}+{a}=<<{a}+{a}={2 * a}>>{2 * a}." for a in rng.sample(range(99), 3))
         row = {"question": f"Sum {i}?", "answer": f"{steps}\n#### {n:,}"}
         found.append((row, str(n), str(n + rng.choice([-1, 1, 10]))))
-    for i in range(300):
+    for i in range(150):
         a, b, c = (rng.randrange(2, 30) for _ in range(3))
         inner = rng.choice([
             rf"\frac{{{a}}}{{\frac{{{b}}}{{{c}}}}}", rf"\sqrt{{{a}^{{2}}+\frac{{{b}}}{{{c}}}}}",
@@ -486,7 +486,7 @@ def test_right_answers_to_worked_solutions_are_right_and_wrong_ones_wrong():
                 grader.submit((name, i), f"<answer>\\boxed{{{answer}}}</answer>", gold, True)
         grades = grader.results()
     assert Counter((name, g.reason) for (name, _), g in grades.items()) == {
-        ("right", "correct"): 800, ("wrong", "wrong"): 800}
+        ("right", "correct"): 400, ("wrong", "wrong"): 400}
 
 
 def gold_rows(hopeless: int, count: int) -> str:
