@@ -118,7 +118,7 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as e:
         check_paths(parse(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)).split()))
-    assert words in str(e.value) and "\n" not in str(e.value), str(e.value)
+    assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
 
 
 def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_imported(folder):
@@ -143,9 +143,8 @@ def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monke
 
 
 def test_help_into_a_closed_pipe_is_no_traceback():
-    pipe = f"{sys.executable} {ROOT}/train.py orz-7b --help | head -n 3"
-    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
-    assert done.stdout.count("\n") == 3 and done.stderr == ""
+    pipe = f"{sys.executable} {ROOT}/train.py orz-7b --help | true"
+    assert subprocess.run(["bash", "-c", pipe], capture_output=True, text=True).stderr == ""
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):

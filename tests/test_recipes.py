@@ -437,8 +437,6 @@ def test_an_empty_stop_string_is_refused():
     (["tiny-grpo", "--lam", "0.9"], "--lam has no effect"), (["tiny-ppo", "--ratio", "token"], "--algo grpo"),
     (["tiny-grpo", "--clip_high", "0.28"], "--policy_updates 2"),
     (["tiny-ppo", "--kl_in", "loss"], "--kl_coef"), (["orz-7b", "--lr_end", "1e-7"], "--lr_decay linear"),
-    (["tiny-grpo", "--ratio", "clipped"], "clipped is token"),
-    (["tiny-ppo", "--value_clip", "0.1", "--critic_updates", "1"], "nothing is clipped"),
     (["reinforce++-7b", "--drop_uniform"], "does not compare"),
     (["reinforce++-7b", "--resample_rounds", "2"], "does not compare"),
     (["tiny-grpo", "--kl_coef", "0.1", "--kl_estimator", "k1"], "k2 or k3")])
@@ -748,7 +746,7 @@ def test_a_model_folder_is_evaluated_without_training(base, tiny, tmp_path):
         results = json.loads((out / "scores.json").read_text())
         assert results.pop("date").startswith("20")
         found.append(results)
-        rows = read_jsonl(out / "samples.jsonl", strict=True)
+        rows = read_jsonl(out / "samples.jsonl")
         ids = [(r["prompt_id"], r["sample_id"]) for r in rows]
         assert ids == list(itertools.product(range(40), range(4)))
         metrics = results["sets"][name]["metrics"]
