@@ -328,17 +328,6 @@ def resampled(cfg) -> dict:
             "measured": int(meter.sums["pass@n"][1])}
 
 
-def trained_in_turn(cfgs) -> dict[str, list[dict]]:
-    """Train each config in turn, in this process. Returns the metrics by the name of the run's folder."""
-    runs = []  # kept to the end: a vLLM engine that is freed destroys state that the next one shares
-    for cfg in cfgs:
-        runs.append(train.prepare(cfg))
-        assert train.train(runs[-1])
-        train.finish(runs[-1])
-        runs[-1].grader.close()
-    return {Path(cfg.out).name: read_metrics(Path(cfg.out)) for cfg in cfgs}
-
-
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
     """By key, the tokens of this rank's trajectories with turns of an environment, in rounds of 5 tokens."""
     before = engine.cfg

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 import ckpt
 import data
 import model
+import rollout
 from configs import PRESETS, UserError
 from engines.torch_engine import TorchEngine
 from guard.start import check_critic
@@ -83,6 +84,27 @@ def test_the_torch_engine_agrees_with_the_trainer(folder):
     assert families.compare_engine(folder, "torch") < 2 * NEAR
 
 
+@pytest.mark.parametrize("stop", ["é", "答案：", "ends here, and only here, after forty-one b", "\n\n"])
+def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base):
+    """The torch engine stops at the token that completes the string in the whole text."""
+    tokenizer = model.load_tokenizer(tiny)
+    engine = TorchEngine(tiny, tokenizer, families.replace(base, stop=(stop,)))
+    ids = torch.tensor([tokenizer(f"a b ü {stop[:-1]} x {stop}").input_ids])
+    stops = [bool(engine._stopped(ids[:, t], ids, t)[0]) for t in range(ids.shape[1])]
+    naive = [stop in tokenizer.decode(ids[0, :t + 1]) for t in range(ids.shape[1])]
+    assert stops == naive and sum(stops) == 1
+
+
+@pytest.mark.parametrize("rope,known", [
+    (dict(rope_type="default"), 32768),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
+    (dict(rope_type="linear", factor=2.0), 65536)])
+def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
+    rope = dict(rope_theta=1e6) | rope
+    config = AutoConfig.for_model("qwen2", max_position_embeddings=32768, rope_parameters=rope)
+    assert rollout.max_positions(config) == known
+
+
 def test_exports_are_read_by_transformers(folder, tmp_path):
     """The policy's log-probs and the critic's values, from the exported folders."""
     gaps = families.compare_export(folder, tmp_path)
@@ -114,8 +136,9 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 
 def test_vllm_agrees_with_the_trainer(folder_of):
-    """Its own Gemma and Cohere, and a family that it runs through transformers. bench/families.py has all."""
-    paths = [folder_of(name) for name in ("gemma3_text", "cohere", "olmo3")]
+    """Five families by vLLM's own classes, and olmo3, which vLLM runs through transformers. bench/families.py
+    has all families."""
+    paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
     assert max(gaps) < 1e-4, gaps
 

@@ -26,8 +26,6 @@ def folder(request):
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone(folder):
     """Log-probs and entropies of a pack, against Hugging Face's model on one sequence at a time."""
-    from transformers import AutoModelForCausalLM
-
     hf, policy = AutoModelForCausalLM.from_pretrained(folder), model.load_policy(folder)
     samples = make_samples(9)
     with torch.no_grad():
@@ -42,44 +40,6 @@ def test_packed_log_probs_equal_those_of_each_sequence_alone(folder):
             assert (entropy[at + n:at + s.length] + (want.exp() * want).sum(-1)[n - 1:]).abs().max() < 2e-5
             assert not logp[at:at + n].any()
             at += s.length
-
-
-def test_nothing_leaks_between_segments(tiny):
-    """The log-probs of a segment do not depend on the segments before it."""
-    policy, samples = model.load_policy(tiny), make_samples(6)
-    with torch.no_grad():
-        both = model.logprobs(policy, data.pack(samples), 1.0)[0]
-        start = sum(s.length for s in samples[:3])
-        alone = model.logprobs(policy, data.pack(samples[3:]), 1.0)[0]
-        after_others = model.logprobs(policy, data.pack(make_samples(3, seed=9) + samples[3:]), 1.0)[0]
-    assert (both[start:] - alone).abs().max() < 1e-5
-    assert (after_others[-len(alone):] - alone).abs().max() < 1e-5
-
-
-def test_packed_gradients_equal_padded_gradients(tiny):
-    """Against Hugging Face's model on a padded batch with an attention mask."""
-    from transformers import AutoModelForCausalLM
-
-    hf, policy = AutoModelForCausalLM.from_pretrained(tiny), model.load_policy(tiny)
-    samples = make_samples(7)
-    p = data.pack(samples)
-    g = torch.randn(len(p.tokens), generator=torch.Generator().manual_seed(0))
-    (model.logprobs(policy, p, 1.0)[0] * g).sum().backward()
-    width = max(s.length for s in samples)
-    ids, mask = torch.zeros(2, len(samples), width, dtype=torch.long)
-    for i, s in enumerate(samples):
-        ids[i, :s.length], mask[i, :s.length] = torch.tensor([*s.prompt, *s.ids]), 1
-    logp = hf(ids, attention_mask=mask).logits.log_softmax(-1)
-    loss, at = 0.0, 0
-    for i, s in enumerate(samples):
-        n = len(s.prompt)
-        picked = logp[i, n - 1:s.length - 1].gather(1, ids[i, n:s.length, None])[:, 0]
-        loss = loss + (picked * g[at + n:at + s.length]).sum()
-        at += s.length
-    loss.backward()
-    want = dict(hf.named_parameters())
-    for name, param in policy.named_parameters():
-        assert (param.grad - want[name].grad).norm() < 1e-5 * (want[name].grad.norm() + 1e-3), name
 
 
 def test_shared_prefixes_change_no_value_and_no_gradient(tiny):
@@ -230,8 +190,8 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
     """Four times the tokens take no more memory, and no more than tools/plan.py counts. All logits at once
-    would take 0.3 and 1.3 GB."""
-    monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 40 * 2**20)
+    would take 41 and 164 MB."""
+    monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
     def peak(tokens: int) -> int:
@@ -244,9 +204,9 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
         work()  # the first pass allocates memory that stays
         return peak_allocated(work, tmp_path / "trace.json")
 
-    few, many = peak(4096), peak(16384)
-    assert 0.9 * chunk < few < plan.CHUNKS_ALIVE * chunk + 2**22
-    assert many < plan.CHUNKS_ALIVE * chunk + 2**22 and abs(many - few) < chunk / 100
+    few, many = peak(512), peak(2048)
+    most = plan.CHUNKS_ALIVE * chunk + 2**21  # and the weight's gradients
+    assert 0.9 * chunk < few < most and many < most and abs(many - few) < chunk / 100
 
 
 def peak_allocated(f, trace: Path) -> int:
