@@ -33,7 +33,7 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ class Saver:
         if step == self.saved:
             return warning
         self.buffer.update()
-        token = dist.gather(secrets.token_hex(8))[0]  # no late write of a dead run can get into the folder
+        token = dist.gather(secrets.token_hex(8))[0]  # a late write of a dead run goes to another folder
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
         return (self.finish() if wait else "") or warning
@@ -258,8 +258,8 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """On rank 0: publish the checkpoint, then prune. Returns an error in one line or "", and what could
-        not be pruned. `every`: of each rank, (is its state not finite, error, files)."""
+        """On rank 0: publish the checkpoint, then prune. Returns an error in one line or "", and a warning of
+        what could not be pruned. `every`: for each rank, (its state is not finite, its error, its files)."""
         _, error = max((bad, error) for bad, error, _ in every)
         if not error:
             files = {name: entry for _, _, of_rank in every for name, entry in of_rank.items()}
@@ -286,7 +286,7 @@ def unfinished(final: Path, token: str) -> Path:
 
 
 def remove_unfinished(final: Path) -> None:
-    """Remove what killed writers of `final`, whose name may be a pattern, have left beside it."""
+    """Remove what killed writers left of `final`, whose name may be a pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -393,7 +393,7 @@ def verify(run: Path) -> None:
     """Print whether each checkpoint of a run is as it was saved. Raises UserError where one is not."""
     names = {folder.name: damaged(folder) for folder in complete(run)}
     for folder, name in names.items():
-        print(f"{folder}: {f'{name} is damaged' if name else 'whole'}")
+        print(f"{folder}: {name} is damaged" if name else f"{folder}: whole")
     require(names != {}, f"{run} has no checkpoint", "the folder of a run that has saved one")
     bad = sum(name != "" for name in names.values())
     require(bad == 0, f"{bad} of {len(names)} checkpoints are damaged", "one of the others, or a copy")
@@ -419,8 +419,8 @@ def named(name: str) -> Path:
     """The checkpoint that a path names: its own folder (or ckpt/best, a link to it); a run, whose newest it
     is; or RUN/STEP, RUN/best. Raises UserError."""
     path = Path(name)
-    siblings = path.parent / "ckpt"
-    places = [path, siblings / path.name, siblings / f"step_{path.name:0>6}", *complete(path)[-1:]]
+    of_run = path.parent / "ckpt"  # if the path is RUN/best or RUN/STEP
+    places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
     found = next((p for p in places if read_mark(p) is not None), None)
     there = ", ".join(p.name for p in complete(path.parent))
     require(found is not None, f"{name} is no complete checkpoint",
@@ -496,7 +496,7 @@ def _fill(path, who, model, optimizer):
     dist.load_files({who: tensors_of(model, optimizer)}, path)
 
 
-def _make_state(who: str, model: nn.Module, optimizer: Optimizer, owners: Collection[str]) -> None:
+def _make_state(who, model, optimizer, owners):
     """Make the optimizer's state tensors, by a step with zero gradients; loading overwrites what it did.
     Parameters that are not in `owners` get none: `policy.NAME.exp_avg` in a checkpoint makes `policy.NAME` an
     owner, and an optimizer that had not stepped yet has none."""
