@@ -3,14 +3,14 @@ r"""Text in, verdict out: extracts the answer from a response, and compares it w
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-Pure functions of untrusted text. Extraction and `quick_grade` take time linear in the text's length.
-math-verify, which `grade` asks about the rest, may hang or crash: reward.py runs it in processes that can be
-killed.
+All functions are pure, and take untrusted text. Extraction and `quick_grade` take time linear in the text's
+length. `grade` leaves other pairs to math-verify, which may hang or crash: grading/worker.py runs it in
+processes that can be killed.
 
 Equality is decided in three steps. `normalise` writes the same thing the same way (spacing, styles, Unicode,
 plain text) and puts words into quotes. `read` gives the text a type: number, quantity with a unit, base-n
 number, ratio, list, set, tuple, interval, matrix, text, expression. Types are compared part by part, and an
-answer of another type is wrong. math-verify compares the expressions that are left. What we chose:
+answer of another type is wrong. math-verify compares what is left: two expressions. Our choices:
 
 - Equal in value is equal, in whatever form: `\sqrt{242}` is `11\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`. But where
   the gold answer is a plain number, an answer with something left to solve (UNSOLVED: `3+4`, `\binom{5}{2}`)
@@ -153,17 +153,16 @@ def readers(text: str) -> list[str]:
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
 INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\(?:boxed|fbox)|(?i:answer)")
+NAMES = "pi infty pm le ge ne cup cap in emptyset theta alpha beta".split()
 CHARACTERS = str.maketrans({
-    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "⁄": "/",
-    "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
-    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "’": "'", "，": ",", "~": " ", '"': "",
-    "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
+    **dict(zip("−–×·⋅÷⁄’，~", "--***//', ", strict=True)),
+    **{character: rf"\{name} " for character, name in zip("π∞±≤≥≠∪∩∈∅θαβ", NAMES, strict=True)},
     **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{c: f"_{{{i}}}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
     **{c: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("⁄"))
        for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
+    "°": r"^\circ ", "ℝ": r"\mathbb{R}", '"': "", "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
 })
 STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
     boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
@@ -190,7 +189,7 @@ TOKEN = re.compile(r"""
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # in \text{}
-# Applied in this order to what TOKEN has left.
+# Rules for the text after TOKEN, in order.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$"),  # dollars
     (r"√ ?(\d+)", r"\\sqrt{\1}"),
@@ -428,7 +427,7 @@ def _read_union(text, depth):
 
 
 def _without(pieces, points):
-    """The intervals without points, each of which is inside of one of them; else []."""
+    """The intervals without these points. [] if a point is outside of all intervals."""
     pieces = list(pieces)
     for point in points:
         for i, (kind, (low, high)) in enumerate(pieces):
@@ -441,7 +440,7 @@ def _without(pieces, points):
 
 
 def _below(a, b):
-    """Whether a < b is sure: one of them is infinite, or both are plain numbers."""
+    """Whether a < b. False also if that is unknown: both must be plain numbers, or one infinite."""
     plain = a.kind == b.kind == "number" and a.parts.value < b.parts.value
     return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
 
@@ -559,38 +558,38 @@ def _read_scalar(text, depth):
 
 
 def _number(text):
-    """The Number that `text` is, or None: decimal, fraction, mixed or repeating; maybe a percent."""
+    """The value of a decimal, fraction, mixed or repeating number, maybe a percent; None for other texts."""
     percent = text.endswith(r"\%")
     text = text.removesuffix(r"\%").rstrip()
     if text.startswith("10^"):
         text = "1*" + text
     if match := DECIMAL.fullmatch(text):
         sign, whole, places, repeated, power = match.groups()
-        if not whole and not places and not repeated:
-            return None
         places = places or ""
+        if not (whole or places or repeated):
+            return None
         value = Fraction((whole or "0").replace(",", "") + "." + places + "0")
         if repeated:
             value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
         shift = int(power or 0) - 2 * percent
         rounded = None if repeated or not places else max(len(places) - shift, 0)
         return Number(value * Fraction(10) ** shift * (-1 if sign == "-" else 1), rounded)
-    if match := FRACTION.fullmatch(text):
-        sign, whole, top, bottom = match.groups()[:4] if match[3] else match.groups()[4:]
-        if int(bottom) == 0 or whole and not 0 <= int(top) < int(bottom):
-            return None
-        value = int(whole or 0) + Fraction(int(top), int(bottom))
-        return Number(value / (100 if percent else 1) * (-1 if sign == "-" else 1), None)
-    return None
+    if not (match := FRACTION.fullmatch(text)):
+        return None
+    sign, whole, top, bottom = match.groups()[:4] if match[3] else match.groups()[4:]
+    if int(bottom) == 0 or whole and not 0 <= int(top) < int(bottom):
+        return None
+    value = int(whole or 0) + Fraction(int(top), int(bottom))
+    return Number(value / (100 if percent else 1) * (-1 if sign == "-" else 1), None)
 
 
 # --- equality
 
-# In an answer to a plain number: what is left to solve.
+# Something left to solve. It is wrong where the gold answer is a plain number.
 UNSOLVED = re.compile(
     r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
     r"[|!]|[\w)}] ?[+-]")
-# What math-verify reads as something else: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
+# math-verify misreads these: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
 MISREAD = re.compile(
     r"\d \d|\d ?\{\d|\{,|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
     r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
@@ -609,7 +608,7 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
-    """What `grade` returns, if it needs no math-verify; else None. Raises UserError for an unknown kind."""
+    """The verdict of `grade`; None if it needs math-verify. Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -627,7 +626,7 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Whether two readings are equal; None if prove(answer, gold), which compares expressions, says None."""
+    """Whether two readings are equal. prove(answer, gold) compares expressions; it may return None: unknown."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
@@ -688,7 +687,7 @@ def _same_named(answer, gold, prove):
 
 
 def _same_quantity(answer, gold, prove):
-    """A unit must agree with the other one, or there is only one."""
+    """Two units must agree; one is enough."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
     if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
@@ -696,9 +695,8 @@ def _same_quantity(answer, gold, prove):
 
 
 def _same_number(answer, gold, prove):
-    a, b = answer.value, gold.value
+    b, gap = gold.value, abs(answer.value - gold.value)
     places = [n.places for n in (answer, gold) if n.places is not None]
-    gap = abs(a - b)
     if gap == 0 or not places or answer.places == gold.places:
         return gap == 0
     unit = Fraction(1, 10 ** min(places))
@@ -707,7 +705,7 @@ def _same_number(answer, gold, prove):
 
 
 def _same_tuple(answer, gold, prove):
-    """Whether the kinds agree, and the parts one by one. None if no part is wrong and one is not known."""
+    """Whether the kinds agree, and the parts one by one. None if no part is wrong and one is unknown."""
     (kind, a), (needed, b) = answer, gold
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}  # x=1, y=2
     if len(a) != len(b) or kind != needed and not system:
@@ -717,7 +715,7 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Whether the parts of `answer` are those of `gold` in some order. None if that is not known."""
+    """Whether `answer` has the parts of `gold` in some order. None if that is unknown."""
     left = list(answer)
     if len(left) != len(gold):
         return False
@@ -739,7 +737,7 @@ COMPARE = {"number": _same_number, "list": _unordered,
 
 @lru_cache(4096)
 def _parse(text):
-    r"""What math-verify reads in one whole expression; [] if nothing.
+    r"""math-verify's reading of one whole expression; [] if it can't read it.
 
     The text goes into \boxed{}. In prose math-verify looks for delimiters, so an answer could choose which
     part of it is read (`7 $5$` is read as 5). For the same reason an answer with delimiters inside is [].
