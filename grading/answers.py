@@ -626,7 +626,7 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Whether two readings are equal. prove(answer, gold) compares expressions; it may return None: unknown."""
+    """Whether two readings are equal. prove(answer, gold) compares expressions, or returns None."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}

@@ -14,10 +14,6 @@ from ranks import main  # noqa: F401  loads the libraries of all forks once
 from safetensors.torch import load_file
 
 import ckpt
-import data
-import grpo
-import ppo
-import train
 from log import read_metrics
 
 # A fork is a list of edits (file, old text, new text). The numbers are those of the sections in
@@ -90,21 +86,24 @@ LAYERS = [
      "        layer.requires_grad_(False)\n"
      '    policy, critic, ref = Role("policy", model,'),
 ]
+MODULES = [file.relative_to(ROOT) for folder in ("", "engines", "grading", "guard", "tools")
+           for file in (ROOT / folder).glob("*.py")]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, STOP, RMSPROP, BREVITY, LAYERS]
 
 
 def fork(folder: Path, edits) -> str:
     """Copy the repository's modules to `folder` and make the edits there. Returns the folder."""
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, folder)
+    for file in MODULES:
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, folder / file)
     for name, old, new in edits:
         text = (folder / name).read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{name} has changed: {old!r}"
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")
     changed = 0
-    for file in folder.glob("*.py"):
-        original = (ROOT / file.name).read_text(encoding="utf-8").splitlines()
-        changed += sum(line not in original for line in file.read_text(encoding="utf-8").splitlines())
+    for file in MODULES:
+        original, new = ((place / file).read_text(encoding="utf-8").splitlines() for place in (ROOT, folder))
+        changed += sum(line not in original for line in new)
     assert 0 < changed < 20
     return str(folder)
 
@@ -127,8 +126,8 @@ def test_the_documented_code_is_tested():
 
 def become(folder: str) -> None:
     """From here on this process imports the project's modules from `folder`."""
-    for file in ROOT.glob("*.py"):
-        sys.modules.pop(file.stem, None)
+    for file in MODULES:
+        sys.modules.pop(".".join(file.with_suffix("").parts).removesuffix(".__init__"), None)
     sys.modules.pop("ranks", None)
     sys.path.insert(0, folder)
 
@@ -146,6 +145,7 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
     become(folder)
     import ranks
 
+    import train
 
     samples, out = ranks.make_samples(24), {}
     for kind in kinds:
@@ -184,6 +184,10 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
     import ranks
 
+    import data
+    import grpo
+    import ppo
+    import train
     from log import Meter
     from model import load_policy, logprobs
 
@@ -231,6 +235,7 @@ def test_another_ratio(tiny, tmp_path):
 def train_with(folder: str, fields: dict) -> bool:
     """Train with the modules in `folder`, and write no report. Returns whether the run is complete."""
     become(folder)
+    import train
     from configs import Config
 
     assert train.__file__.startswith(folder)
