@@ -171,8 +171,8 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Inside: a model that waits on the host, and its optimizer's state, are on `device`. Afterwards they are
-    on the host again, without gradients. A model that is on the device already stays there.
+    """Inside: a model from the host and its optimizer's state are on `device`. Afterwards they are on the
+    host again, without gradients. A model that is on the device already stays there.
 
     Without an optimizer the weights may not change inside: they are not copied back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
@@ -191,12 +191,13 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Inside, if `on`, sums on a GPU have a fixed order. RuntimeError is raised for an operation of torch
-    that has none."""
+    """Inside, if `on`, sums on a GPU have a fixed order. An operation of torch without such an order raises
+    RuntimeError."""
     if not on:  # torch's functions here import its compiler
         yield
         return
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time; nothing reads it
     try:
         yield
     finally:
@@ -211,7 +212,7 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
     """Each parameter, buffer and tensor of the optimizer's state, with its home.
 
     A home is a host tensor of the same shape and sharding. Its memory is pinned, so that copies run at the
-    link's full speed. It is kept between steps, because pinning is slow."""
+    link's full speed. Homes are kept between steps, because pinning is slow."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{key}": x for key, x in optimizer.state.get(param, {}).items()}
@@ -239,7 +240,7 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for it."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        if local(x).data_ptr() != local(home).data_ptr():  # new, or FSDP moved it to pad an uneven shard
+        if local(x).data_ptr() != local(home).data_ptr():  # x is new, or FSDP padded its uneven shard
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
     replace_tensors(model, optimizer, new)
@@ -283,14 +284,14 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Sum over ranks, a new tensor."""
+    """Sum over ranks, as a new tensor. `op`: another reduction of torch.distributed."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Maximum over ranks, a new tensor."""
+    """Maximum over ranks, as a new tensor."""
     return all_sum(x, td.ReduceOp.MAX)
 
 
@@ -378,8 +379,8 @@ SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last phase
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Measure and watch a phase; also a decorator. Its seconds, on CUDA until the device is done, add up in
-    SECONDS."""
+    """Measure and watch a phase; also a decorator. The phase ends when the device is done. Its seconds are
+    added to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
     if CURRENT.limit:  # guard.watch's thread can't run while C code holds the GIL; this timer can
