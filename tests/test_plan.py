@@ -317,13 +317,6 @@ def test_what_cant_fit_is_refused_with_a_remedy_that_fits(how, flag):
     assert not plan.shortage(c)
 
 
-def test_the_published_layouts_fit_and_a_debug_one_too():
-    assert not plan.shortage(case("orz-7b", "--layout", "production", world=32))
-    assert not plan.shortage(case("orz-7b", "--layout", "debug", gpu="A100-80", world=8))
-    assert not plan.shortage(case("orz-0.5b-1gpu", world=1, model="0.5b"))
-    assert not plan.shortage(case("orz-32b", world=128, model="32b"))
-
-
 def test_a_machine_with_too_little_memory_is_refused():
     shape = plan.KNOWN["7b"]
     small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * GIB)
