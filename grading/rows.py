@@ -57,7 +57,7 @@ class Row:
 
     turns: tuple[tuple[str, str], ...]  # (role, content); the last is the user's: the problem
     answer: str  # the gold answer
-    kind: str  # how answers are compared: one of reward.KINDS
+    kind: str  # how answers are compared: one of answers.KINDS
     dataset: str  # the data set that the row names, or ""
 
     @property
@@ -293,36 +293,39 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """The problem with its choices below, one `A. text` a line, unless they are in it already."""
+    """The problem with its choices below, one `A. text` a line, unless the problem lists them itself."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
         return text
-    own = all(re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices)
-    require(not own, f"{where} has other choices in its problem than in its choices", "the same choices")
+    lists_others = all(re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices)
+    require(not lists_others, f"{where} has other choices in its problem than in its choices",
+            "the same choices")
     return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in choices.items())])
 
 
 def _letter_of(gold, fields, choices, where):
-    """The letter of the choice that the gold answer names: by index from 0, letter or text."""
+    """The letter of the choice that the gold answer names by an index from 0, a letter or a choice's text."""
     if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
         found = list(choices)[int(index[1]):][:1] if index else []
     else:
         text = (_answer(fields, where) or "").strip()
-        found = {k for k, v in choices.items() if text in (k, v.strip())}
-        if not found or isinstance(_first(fields, "choices", "options"), dict) and text in choices:
-            found = {k for k in choices if grade(text, k, "choice")}
+        found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
+        # Where the row names its letters, the answer is one of them, even if it is a choice's text too.
+        names_letters = isinstance(_first(fields, "choices", "options"), dict)
+        if not found or (names_letters and text in choices):
+            found = [letter for letter in choices if grade(text, letter, "choice")]
         require(len(found) < 2, f"{where} has the answer {text!a:.80}, which is {len(found)} of its choices",
                 f"one of {', '.join(choices)}")
     require(len(found) == 1, f"{where} has the answer {gold!a:.80}, which is none of its choices",
             f"one of {', '.join(choices)}, or a choice's text, or its index from 0")
-    return next(iter(found))
+    return found[0]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonNumber:
-    """A number of a JSON file, as the text that it is there: 1.10 stays 1.10, and 5,000 digits stay."""
+    """A number of a JSON file, kept as its text: 1.10 stays 1.10, and 5,000 digits stay."""
 
     text: str
 
@@ -335,10 +338,10 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. The number of a row
-    of a .jsonl file is that of its line. JsonNumbers of JSON are `JsonNumber`s.
+    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. Rows of a .jsonl file
+    have the numbers of their lines. The numbers inside JSON rows are JsonNumber objects.
 
-    Raises UserError, with the row, where it can't be read or has no row."""
+    Raises UserError where the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)
