@@ -3,10 +3,10 @@
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100, by the plan's speeds; two minutes
 
 A simulator. It knows the engines' cost of a decoding step by batch and context, and a distribution of
-lengths. It runs the rules of sampling in rounds on them: who goes on where, when a step has enough samples, what
-is carried. With `one round`, as long as the longest response, the samples of a prompt are dealt to all engines,
-and stay there. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is the share
-of the engines' seconds in which they wait for others. --out takes a JSON line a rule.
+lengths. It runs the rules of sampling in rounds on them: who goes on where, when a step has enough samples,
+what is carried. With `one round`, as long as the longest response, the samples of a prompt are dealt to all
+engines, and stay there. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is
+the share of the engines' seconds in which they wait for others. --out takes a JSON line a rule.
 """
 
 from __future__ import annotations
