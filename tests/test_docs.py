@@ -59,13 +59,15 @@ CANNOT = {
     "python -m tools.evaluate": "samples long responses; test_recipes.py runs it with short ones",
     "sbatch": "needs a cluster",
     "tensorboard": "serves until it is stopped",
+    "git show": "needs the history of the repository",
     "srun": "needs a cluster",
 }
 # Flags of Slurm's programs, which are not installed here.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words of NCCL, an id of the Hub
-YOURS = {"my_reward.py", "my.py", "calculator.py", "FILE.py", "mine.jsonl"}  # files that the user writes
+YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that the user writes
+         "mine.jsonl", "subset.jsonl"}
 
 
 def commands() -> list[str]:

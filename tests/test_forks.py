@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import sys
@@ -12,25 +13,23 @@ import torch
 from conftest import ROOT, maths, run_ranks
 from ranks import main  # noqa: F401  loads the libraries of all forks once
 from safetensors.torch import load_file
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 import ckpt
 from log import read_metrics
 
-# A fork is a list of edits (file, old text, new text). The numbers are those of the sections in
-# docs/forking.md.
+# A fork is a list of edits, one for each place: (file, old text, new text). The numbers are those of the
+# sections in docs/forking.md.
 
 # 1. OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
 OPO = [
     ("configs.py", '"return_whiten"]', '"return_whiten", "length_weighted"]'),
-    ("grpo.py", 'kind: str = "group_mean_std") ->',
-     'kind: str = "group_mean_std", lengths: Tensor | None = None) ->'),
-    ("grpo.py", '    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):',
-     '    elif kind == "length_weighted":\n'
-     "        centred = rewards - (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
-     '    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):'),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
-     "    lengths = of_groups([len(s.ids) for s in samples], cfg)\n"
-     "    advantages = grpo.group_advantages(scores, cfg.advantage, lengths)\n"),
+     '    if cfg.advantage == "length_weighted":\n'
+     "        lengths = of_groups([len(s.ids) for s in samples], cfg)\n"
+     "        advantages = scores - (scores * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
+     "    else:\n"
+     "        advantages = grpo.group_advantages(scores, cfg.advantage)\n"),
 ]
 
 # 1. SAPO (2511.20347): a sigmoid instead of a clip. It closes a little sooner for negative advantages.
@@ -46,8 +45,12 @@ SAPO = [
 
 # 2. The reference is a moving average of the policies.
 AVERAGE = [
-    ("train.py", "    if (step + 1) * per_step // n > step * per_step // n:\n", "    if True:\n"),
-    ("train.py", "old.copy_(new)", "old.lerp_(new, 0.01)"),
+    ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
+        for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
+            old.copy_(new)
+""", """    for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
+        old.lerp_(new, 0.01)
+"""),
 ]
 
 # 3. The number of digits of a response.
@@ -58,17 +61,140 @@ DIGITS = [
     ("log.py", "\nsample_len | ", "\ndigits | – | mean number of digits of a response\nsample_len | "),
 ]
 
-# 4. Stop when nearly all samples are right.
+# 4. Responses that repeat themselves end.
+ENDS = [
+    ("engine.py", "    def text_of(self,",
+     "    def ends(self, ids: Sequence[int]) -> bool:\n"
+     '        """Whether a response ends after these tokens: it repeats itself."""\n'
+     "        return len(ids) >= 32 and len(set(ids[-32:])) < 8\n\n"
+     "    def text_of(self,"),
+    ("engines/torch_engine.py", "        if self.cfg.stop:\n",
+     "        for j in (~stopped).nonzero()[:, 0].tolist():\n"
+     "            stopped[j] = self.ends(ids[j, :t + 1].tolist())\n"
+     "        if self.cfg.stop:\n"),
+    ("engines/vllm_engine.py", "            yield from (output for output in outputs if output.finished)\n",
+     "            from vllm.v1.engine import FinishReason\n\n"
+     "            for name, state in list(engine.output_processor.request_states.items()):\n"
+     "                if self.ends(state.detokenizer.output_token_ids):\n"
+     "                    outputs.append(state.make_request_output([], None, FinishReason.STOP, None))\n"
+     "                    engine.abort_request([name], internal=True)\n"
+     "            yield from (output for output in outputs if output.finished)\n"),
+]
+
+# 4. A run ends when nearly all samples are right.
 STOP = [
     ("train.py", "    return dist.stop_requested()\n",
      '    return dist.stop_requested() or metrics["reward"] > 0.99\n'),
 ]
 
-# 7. RMSprop with momentum.
-RMSPROP = [
+# 5. Problems in CSV files.
+CSV = [
+    ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")',
+     'DATA_FILES = (".json", ".jsonl", ".parquet", ".csv")'),
+    ("grading/rows.py", '    if file.suffix == ".parquet":\n        rows = _parquet_rows(file)\n',
+     '    if file.suffix == ".csv":\n'
+     "        import csv\n\n"
+     '        rows = enumerate(csv.DictReader(file.open(encoding="utf-8-sig", newline="")), 1)\n'
+     '    elif file.suffix == ".parquet":\n        rows = _parquet_rows(file)\n'),
+]
+
+# 6. An engine that reads the whole text again for each token.
+SLOW = '''"""An engine without a cache."""
+
+import numpy as np
+import torch
+
+from engine import Engine, first_stop
+from model import Segments
+
+
+class SlowEngine(Engine):
+    """Reads the whole text again for each token. One request at a time."""
+
+    def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
+        super().__init__(path, tokenizer, cfg, device, dtype)
+        self.policy.to(dtype).requires_grad_(False).allocate(device)
+
+    def load(self, weights):
+        parameters = dict(self.policy.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+        self.ledger.mark("sync")
+
+    @torch.inference_mode()
+    def generate(self, requests, limits, temperature, key, version):
+        self.check(version)
+        for k, prompt in requests.items():
+            random = torch.Generator(self.device).manual_seed(hash((*key, *k)) % 2**63)
+            ids, logps, stopped = [], [], False
+            while not stopped and len(ids) < limits[k]:
+                text = torch.tensor([[*prompt, *ids]], device=self.device)
+                n = text.shape[1]
+                segments = Segments(torch.tensor([0, n], dtype=torch.int32, device=self.device), n)
+                positions = torch.arange(n, device=self.device)[None]
+                hidden = self.policy.hidden(text, positions, segments=segments)[0, -1:]
+                logp = (self.policy.lm_head.logits(hidden) / (temperature or 1)).log_softmax(-1)[0]
+                token = int(logp.exp().multinomial(1, generator=random) if temperature else logp.argmax())
+                before, last = np.array(ids, np.int32), np.array([token], np.int32)
+                stopped = token in self.eos or first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+                ids.append(token)
+                logps.append(float(logp[token]))
+            yield self.sample(k, prompt, np.array(ids, np.int32), np.array(logps, np.float32), stopped)
+'''
+ENGINE = [
+    ("engines/slow_engine.py", "", SLOW),
+    ("configs.py", 'engine: Literal["auto", "torch", "vllm"]',
+     'engine: Literal["auto", "torch", "vllm", "slow"]'),
+    ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
+     "from engines.slow_engine import SlowEngine\n\n"
+     'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine, "slow": SlowEngine}\n'),
+]
+
+# 7. Muon for the layers' matrices, AdamW for all else.
+MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-     "weight_decay=cfg.weight_decay,\n                             fused=fused)",
-     "    return torch.optim.RMSprop(model.parameters(), lr, alpha=0.99, momentum=0.9)"),
+     "weight_decay=cfg.weight_decay,\n                             fused=fused)\n",
+     """    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = list(set(model.parameters()) - set(matrices))
+    return Both(torch.optim.Muon(matrices, lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(others, lr, cfg.betas, weight_decay=cfg.weight_decay, fused=fused))
+
+
+class Both:
+    \"\"\"Two optimizers as one. They share a state, which checkpoints keep and offloading moves.\"\"\"
+
+    def __init__(self, *parts):
+        self.parts, self.state = parts, parts[0].state
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none=True):
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+"""),
+]
+
+# 8. Checkpoints to S3 and back.
+S3 = [
+    ("ckpt.py", "    _sync(final.parent)\n",
+     "    _sync(final.parent)\n"
+     '    s3_sync(final.parent.parent, BUCKET, "--exclude", "lock", "--exclude", "ckpt/best/*")\n'
+     "\n\n"
+     'BUCKET = "s3://my-bucket/runs/orz-7b"\n'
+     "\n\n"
+     "def s3_sync(*words):\n"
+     "    import subprocess\n\n"
+     '    subprocess.run(["aws", "s3", "sync", *map(str, words)], check=False)\n'),
+    ("ckpt.py", "    *older, newest = complete(out) or [None]\n",
+     "    if _is_main() and not complete(out):\n"
+     "        s3_sync(BUCKET, out)\n"
+     "    dist.gather(None)  # the other ranks wait for the files\n"
+     "    *older, newest = complete(out) or [None]\n"),
 ]
 
 # 9. A reward part that grows with the response's length.
@@ -79,46 +205,50 @@ BREVITY = [
      'REWARD_PARTS = {"brevity": brevity,\n'),
 ]
 
-# 11. Train only the layers after the first 20 (of the tests' model: after the first one).
+# 11. Train only the last four layers (of the tests' model: the last one).
 LAYERS = [
     ("train.py", '    policy, critic, ref = Role("policy", model,',
-     "    for layer in model.model.layers[:20]:\n"
-     "        layer.requires_grad_(False)\n"
+     "    model.requires_grad_(False)\n"
+     "    model.model.layers[-4:].requires_grad_(True)\n"
      '    policy, critic, ref = Role("policy", model,'),
 ]
-MODULES = [file.relative_to(ROOT) for folder in ("", "engines", "grading", "guard", "tools")
-           for file in (ROOT / folder).glob("*.py")]
-TESTED = [OPO, SAPO, AVERAGE, DIGITS, STOP, RMSPROP, BREVITY, LAYERS]
+TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
+FOLDERS = ("", "engines", "grading", "guard", "tools")
+
+
+def sources(root: Path) -> dict[str, Path]:
+    """The program's files by name: `ckpt.py`, `engines/torch_engine.py`."""
+    return {p.relative_to(root).as_posix(): p for folder in FOLDERS for p in (root / folder).glob("*.py")}
 
 
 def fork(folder: Path, edits) -> str:
-    """Copy the repository's modules to `folder` and make the edits there. Returns the folder."""
-    for file in MODULES:
-        (folder / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, folder / file)
+    """Copy the program to `folder` and make the edits there. Returns the folder."""
+    for name, file in sources(ROOT).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(file, folder / name)
     for name, old, new in edits:
-        text = (folder / name).read_text(encoding="utf-8")
+        file = folder / name
+        text = file.read_text(encoding="utf-8") if old else ""
         assert text.count(old) == 1, f"{name} has changed: {old!r}"
-        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
-    changed = 0
-    for file in MODULES:
-        original, new = ((place / file).read_text(encoding="utf-8").splitlines() for place in (ROOT, folder))
-        changed += sum(line not in original for line in new)
-    assert 0 < changed < 20
+        file.write_text(text.replace(old, new), encoding="utf-8")
     return str(folder)
 
 
+def test_a_change_takes_at_most_three_places():
+    assert all(len(edits) <= 3 for edits in TESTED)
+    assert sum(len(edits) <= 2 for edits in TESTED) >= len(TESTED) / 2
+
+
 def test_the_documented_code_is_tested():
-    """Every line of Python in docs/forking.md is a line of an edit above, except a shortened signature. The
-    environment runs in test_turns.py, the advantage of --vary in test_ablations.py."""
+    """Every line of Python in docs/forking.md is a line of an edit above. The environment runs in
+    test_turns.py, the advantage of --vary in test_ablations.py."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     documented = [line.strip() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
                   if "def respond(" not in block and "def advantage(" not in block
                   for line in block.splitlines() if line.strip() not in ("", "...")]
     tested = {line.strip() for edits in TESTED for _, _, new in edits for line in new.splitlines()}
-    untested = [line for line in documented if line not in tested]
-    assert len(documented) > 8
-    assert untested == ['def group_advantages(rewards, kind="group_mean_std", lengths=None):']
+    assert len(documented) > 60
+    assert [line for line in documented if line not in tested] == []
 
 
 # --- functions of a fork
@@ -126,8 +256,8 @@ def test_the_documented_code_is_tested():
 
 def become(folder: str) -> None:
     """From here on this process imports the project's modules from `folder`."""
-    for file in MODULES:
-        sys.modules.pop(".".join(file.with_suffix("").parts).removesuffix(".__init__"), None)
+    for name in sources(ROOT):
+        sys.modules.pop(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     sys.modules.pop("ranks", None)
     sys.path.insert(0, folder)
 
@@ -256,13 +386,14 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
     return read_metrics(Path(fields["out"]))
 
 
-def saved(out: Path, step: int, who: str, model: str, suffix: str = "") -> dict[str, torch.Tensor]:
-    """Weights of the checkpoint after `step` steps by name, in fp32; with a suffix, the optimizer's state."""
+def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
+          names=None) -> dict[str, torch.Tensor]:
+    """Weights of the checkpoint after `step` steps by name, in fp32; with a suffix, the optimizer's state.
+    `names`: of all or some weights."""
     import torch.distributed.checkpoint as dcp
 
-    tensors = {
-        name + suffix: torch.empty(x.shape) for name, x in load_file(f"{model}/model.safetensors").items()
-    }
+    shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
+    tensors = {name + suffix: torch.empty(shapes[name]) for name in (names or shapes)}
     reader = dcp.HuggingFaceStorageReader(ckpt.step_folder(out, step))
     dcp.load({who: tensors}, storage_reader=reader, no_dist=True)
     return {name.removesuffix(suffix): x for name, x in tensors.items()}
@@ -332,21 +463,83 @@ def test_another_stop_rule(base, tmp_path):
         assert torch.equal(x, policy[name].bfloat16())
 
 
-def test_another_optimizer(base, tmp_path):
-    """RMSprop's first update is its formula's. All of its state is saved: a resumed run has the bits of an
-    uninterrupted one."""
-    folder, out = fork(tmp_path, RMSPROP), tmp_path / "run"
-    rows = run_fork(folder, base, out=str(out), steps=2)
+def test_responses_that_repeat_themselves_end(base, tmp_path):
+    """A response ends as soon as its last 6 tokens are not all different."""
+    edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
+    out = tmp_path / "run"
+    run_fork(fork(tmp_path, edits), base, out=str(out), steps=1, stop=(), save_samples="all", save_logps=True)
+    ended = 0
+    for row in samples_at(out, 0):
+        ids = row["ids"]
+        repeats = [n for n in range(6, len(ids) + 1) if len(set(ids[n - 6:n])) < 6]
+        assert repeats in ([], [len(ids)])
+        ended += bool(repeats)
+    assert ended > 5
+
+
+def read_csv(folder: str, file: str) -> list:
+    """(text, answer) of the rows of a file, read by the fork."""
+    become(folder)
+    from grading.rows import problem_rows
+
+    return [(n, row.text, row.answer) for n, row in problem_rows(file, "math")]
+
+
+def test_csv_files(tmp_path):
+    (tmp_path / "a.csv").write_text('problem,answer\n"1, 2 and\n3?",6\n"say ""4""",4\n')
+    found = run_ranks(1, read_csv, fork(tmp_path, CSV), f"{tmp_path}/a.csv")[0]
+    assert found == [(1, "1, 2 and\n3?", "6"), (2, 'say "4"', "4")]
+
+
+def test_a_new_engine(base, tmp_path):
+    """The run of an engine that has no cache trains. The log-probs of its samples are the trainer's."""
+    rows = run_fork(fork(tmp_path, ENGINE), base, out=str(tmp_path / "run"), steps=1, engine="slow")
+    assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0
+
+
+def test_muon(base, tmp_path):
+    """The first step of a layer's matrix is Muon's, on two ranks whose shards are parts of matrices. All of
+    the state is saved: a resumed run has the bits of an uninterrupted one."""
+    folder, out = fork(tmp_path, MUON), tmp_path / "run"
+    base = dataclasses.replace(base, algo="grpo", critic_updates=1)
+    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
     start, lr = load_file(f"{base.model}/model.safetensors"), rows[0]["lr/policy"]
-    weights, square, buffer = (saved(out, 1, "policy", base.model, suffix)
-                               for suffix in ("", ".square_avg", ".momentum_buffer"))
-    for name, x in start.items():
-        assert (x - lr * buffer[name] - weights[name]).abs().max() < 1e-7
-        # The first square average is 0.01 g², so the buffer is g / (0.1 |g| + 1e-8).
-        g = square[name].double().sqrt() / 0.1
-        assert torch.allclose(buffer[name].abs().double(), g / (0.1 * g + 1e-8), rtol=1e-3)
-    assert max(float(x.max()) for x in square.values()) > 1e-8
-    check_resume(folder, base, out, rows)
+    weights, compared = saved(out, 1, "policy", base.model), 0
+    matrices = [name for name, x in start.items() if ".layers." in name and x.ndim == 2]
+    buffer = saved(out, 1, "policy", base.model, ".momentum_buffer", matrices)
+    for name in matrices:
+        scale = lr * 0.2 * max(start[name].shape) ** 0.5
+        want = _zeropower_via_newtonschulz(buffer[name], (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
+        done = (start[name] - weights[name]) / scale
+        compared += 1
+        assert (done - want).norm() < 0.2 * want.norm(), name  # Muon computes in bf16
+    assert compared == 14
+    check_resume(folder, base, out, rows, world=2)
+
+
+AWS = """#!/bin/sh
+[ "$1 $2" = "s3 sync" ] || exit 1
+from=${3#s3://my-bucket/} to=${4#s3://my-bucket/}
+cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf "$to/lock"
+"""
+
+
+def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
+    """A run whose folder is lost continues from the bucket, on every rank, with the same bits."""
+    folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
+    (tmp_path / "bin").mkdir()
+    bucket.mkdir()
+    (tmp_path / "bin/aws").write_text(AWS.replace("BUCKET", str(bucket)))
+    (tmp_path / "bin/aws").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
+    weights = saved(out, 2, "policy", base.model)
+    shutil.rmtree(out)
+    shutil.rmtree(bucket / "runs/orz-7b/ckpt/step_000002")
+    again = run_fork(folder, base, world=2, out=str(out), steps=2)
+    assert (out / "ckpt/step_000001/COMPLETE").exists()
+    assert maths(again)[-1] == maths(rows)[-1]
+    assert all(torch.equal(x, weights[name]) for name, x in saved(out, 2, "policy", base.model).items())
 
 
 def test_a_second_reward_part(base, tmp_path):
@@ -367,17 +560,17 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """Frozen layers keep their bits and have no optimizer state; all other weights move. Resume works. On two
-    ranks, so that layers are sharded."""
-    edits = [(file, old, new.replace("[:20]", "[:1]")) for file, old, new in LAYERS]
+    """The last layer is trained. All other weights keep their bits and have no optimizer state. Resume works.
+    On two ranks, so that layers are sharded."""
+    edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)
     start, end = load_file(f"{base.model}/model.safetensors"), saved(out, 2, "policy", base.model)
-    frozen = {name for name in start if name.startswith("model.layers.0.")}
-    assert len(frozen) == 12 < len(start) - 12
+    trained = {name for name in start if name.startswith("model.layers.1.")}
+    assert len(trained) == 12 < len(start)
     for name, x in start.items():
-        assert torch.equal(x, end[name]) == (name in frozen), name
+        assert torch.equal(x, end[name]) == (name not in trained), name
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(ckpt.step_folder(out, 2))
     keys = set(reader.read_metadata().state_dict_metadata)
-    assert {name for name in start if f"policy.{name}.exp_avg" in keys} == set(start) - frozen
+    assert {name for name in start if f"policy.{name}.exp_avg" in keys} == trained
     check_resume(folder, base, out, rows, world=2)
