@@ -68,7 +68,8 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words of NCCL, an id of the Hub
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that the user writes
          "mine.jsonl", "subset.jsonl"}
-GONE = {"attention", "price", "watch", "start_moments", "export_kept", "gold.json", "lm_eval.json"}  # in forking.md
+GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "gold.json",  # in forking.md
+        "lm_eval.json"}
 
 
 def commands() -> list[str]:
@@ -268,7 +269,7 @@ def test_every_flag_exists():
     scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
     of_tiny = set(inspect.signature(tiny.build).parameters)
-    known = ours | switches | scripts | theirs | of_tiny | SLURM | GONE | {"logdir", "help", "ipc"}
+    known = ours | switches | scripts | theirs | of_tiny | SLURM | GONE | {"logdir", "help", "ipc", "exclude"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
