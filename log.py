@@ -2,8 +2,8 @@
 progress bars and alarms.
 
 Every rank adds to its own `Meter`. `Meter.reduce` adds up sums and counts over the ranks and then divides, so
-a metric is never a mean of means. Rank 0 has the `Logger`, which writes into the run's folder. METRICS tells
-the meaning of every metric. tools/report.py draws the plots and writes the HTML report.
+a metric is never a mean of means. Rank 0 has the `Logger`, which writes into the run's folder.
+docs/metrics.md tells the meaning of every metric. tools/report.py draws the plots and writes the HTML report.
 """
 
 import contextlib
@@ -344,94 +344,6 @@ def read_metrics(run: Path) -> list[dict]:
     """The run's metrics, one dict a step; null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
             for row in read_jsonl(run / "metrics.jsonl")]
-
-
-# --- the metrics
-
-# key | unit | meaning. In a key, <…> stands for any name. docs/metrics.md has the same table.
-METRICS = """
-step | – | steps done before this one; the last row may have an evaluation alone
-reward | reward | mean over the step's samples; with the built-in rewards, the share of right answers
-score | reward | mean of the maximised sum: the reward times its weight, and all parts
-reward/<part> | reward | mean of a part over the samples that have it; see the notes
-reward/<part>/failed | share | of these samples, those whose part raised an error and counts 0
-sample_len | tokens | mean length of prompt and response together
-response_len | tokens | mean length of the responses; with `--env`, of all turns and answers
-response_len/std | tokens | standard deviation of the length
-response_len/right | tokens | mean length of responses with a reward over 0
-response_len/wrong | tokens | mean length of the other responses
-response_len/sampled | tokens | mean number of tokens that the policy sampled; only with `--env`
-turns | – | mean number of the policy's turns in a response; only with `--env`
-truncated | share | responses that the length limit ended
-rollout_tail | share | of the sampling time, the part after 90 % of the responses have ended
-carried | – | trajectories that the next step continues; only with `--carry`
-staleness/mean | steps | mean age of the weights that sampled a token; 0: the step's; only with `--carry`
-staleness/max | steps | maximum of this age
-pass@n | share | prompts with a right sample among their `--samples_per_prompt`
-repetition | – | 2 Σ LCP / n(n+1) over the suffix array of each prompt's first response; 0: none, 1: most
-reflections | – | mean count of `wait,` `recheck` `retry` `alternatively,` `however,` in a response
-uniform_groups | share | prompts whose samples all have the same reward, before `--resample_rounds`
-grade/correct | share | samples whose answer is right
-grade/wrong | share | samples whose answer is wrong
-grade/unparsed | share | samples without a box in `<answer>`, or with over 2000 characters in it
-grade/truncated | share | samples that the length limit ended; they score 0 unread
-grade/timeout | share | samples whose grading, or `--env`, took longer than `--grade_deadline`
-grade/error | share | samples whose grading, or `--env`, raised an error
-entropy | nats/token | mean entropy of the policy's next-token distribution
-policy_loss | – | the policy's loss, mean over the tokens; near 0 with one update a step
-value_loss | reward² | the critic's loss, mean over the tokens, each at its own update
-values | reward | the critic's mean value before its first update of the step
-returns | reward | mean return over tokens; long responses count more than in `reward`
-explained_variance | – | 1 − Var(R − V) / Var(R); 1: a perfect critic, 0: no better than a constant
-clip_share | share | tokens whose ratio was clipped; 0 with one update a step, where the ratio is 1
-kl | nats/token | mean KL from the policy to the reference; only with `--kl_coef`
-grad_norm/policy | – | the policy's gradient norm before clipping, mean over the step's updates
-grad_norm/critic | – | the same for the critic
-skipped_updates | share | updates that were skipped because the gradient was not finite
-lr/policy | – | the policy's learning rate, mean over the step's updates
-lr/critic | – | the same for the critic
-logp_gap/mean | nats | mean absolute difference of engine and trainer log-prob, over the sampled tokens
-logp_gap/p99 | nats | 99th percentile of this difference, at most 2.4 % too high
-logp_gap/max | nats | maximum of this difference
-tis/mean | – | mean weight that corrects it: π_trainer / π_engine, at most `--tis_clip`
-ess | share | effective sample size, mean(w)² / mean(w²) of these weights; 1: engine and trainer agree
-eval/<set>/avg@<k> | reward | on a held-out set: mean over k samples a problem, then over problems
-eval/<set>/pass@<k> | share | chance that k of a problem's n samples hold a right one (arXiv 2107.03374)
-eval/<set>/maj@<k> | share | problems whose most frequent answer is right; `--eval_samples` over 2
-eval/<set>/response_len | tokens | mean length of the responses
-eval/<set>/truncated | share | responses that the length limit ended
-time/wake | s | give the engine its memory back; the slowest rank's
-time/sync | s | copy the policy's weights into the engine; the slowest rank's
-time/eval | s | evaluate on the held-out sets
-time/rollout | s | sample and grade
-time/sleep | s | take the engine's memory away; the slowest rank's
-time/wait | s | wait for the slowest rank's engine
-time/pack | s | put samples into packs
-time/ref | s | log-probs of the reference; only with `--kl_coef`
-time/old_logp | s | log-probs of the policy before its updates, where a loss needs them
-time/critic | s | values, advantages and the critic's updates
-time/policy | s | the policy's updates
-time/save | s | save a checkpoint: the part that training waits for
-time/report | s | add these metrics up over the ranks
-time/step | s | the whole step
-tokens | tokens | prompts and responses of the step
-tokens_per_s | tokens/s | `tokens` divided by `time/step`
-unique_share | share | of `tokens`, those computed in an update: a pack computes a shared prefix once
-tflops | TFLOP/s | training FLOP a rank by `time/step`: 6N a computed token, and attention; no recomputation
-mfu | share | `tflops` divided by the device's peak; only on GPUs whose peak is known
-mem/trainer_gb | GiB | device memory held before the engine wakes; on a CPU the process's, here and below
-mem/awake_gb | GiB | device memory held while the engine is awake
-mem/asleep_gb | GiB | device memory held when the engine sleeps again
-mem/residual_gb | GiB | held with the sleeping engine minus held before it was made; an alarm if it grows
-mem/host_peak_gb | GiB | peak host memory of the largest rank since it started
-"""
-
-
-def metric_meanings() -> dict[str, str]:
-    """The rows of METRICS: regular expression of a metric's whole name -> "meaning (unit)"."""
-    rows = re.findall(r"^(.+) \| (.+) \| (.+)$", METRICS, re.MULTILINE)
-    return {re.sub("<.+?>", "[^/]+", key): f"{meaning} ({unit})".replace("`", "")
-            for key, unit, meaning in rows}
 
 
 # --- trackers: programs that --track sends the metrics to, beside TensorBoard

@@ -28,7 +28,6 @@ from data import Problem, Sample, fingerprint
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
-from log import metric_meanings
 from model import folder_fingerprint, load_config, load_tokenizer
 from rollout import accuracy, graders_of, reward_files, terms_of
 from tools import plan
@@ -182,14 +181,14 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError where --keep_best names no metric of this run. `held_out`: names of the evaluation
-    sets."""
+    """Raises UserError where --keep_best names neither a metric of the evaluation sets `held_out` nor a mean
+    of training that is better when it is higher."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
     of_sets = [f"eval/{name}/{metric}" for i, name in enumerate(held_out)
                for metric in accuracy([], samples[i % len(samples)])]
-    every = [*of_sets, *(key for key in metric_meanings() if "[" not in key)]
+    every = [*of_sets, "reward", "score", "pass@n"]
     require(bool(fnmatch.filter(every, cfg.keep_best)), f"no metric {cfg.keep_best!r}"
             f"{nearest(cfg.keep_best, every)}", "--keep_best " + (", ".join(of_sets[:3]) or "reward"))
 

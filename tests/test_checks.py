@@ -96,7 +96,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
     def check(name):
         check_keep_best(dataclasses.replace(base, keep_best=name, eval_samples=(4,)), ["aime"])
 
-    for name in ("reward", "eval/*/avg@4", "eval/aime/pass@2", "entropy", "auto", ""):
+    for name in ("reward", "eval/*/avg@4", "eval/aime/pass@2", "auto", ""):
         check(name)
     with pytest.raises(UserError, match="no metric 'eval/aime/avg@8' .did you mean eval/aime/avg@4.*needed"):
         check("eval/aime/avg@8")

@@ -58,7 +58,6 @@ DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
      '        "reward": [s.reward for s in samples],\n'
      '        "digits": [sum(c.isdigit() for c in s.text) for s in samples],\n'),
-    ("log.py", "\nsample_len | ", "\ndigits | – | mean number of digits of a response\nsample_len | "),
 ]
 
 # 4. Responses that repeat themselves end.

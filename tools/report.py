@@ -23,7 +23,7 @@ from string import Template
 import numpy as np
 
 from configs import UserError, read_jsonl, require, user_errors
-from log import NAN, metric_meanings, read_metrics
+from log import NAN, read_metrics
 from tools.plan import as_text
 
 
@@ -250,12 +250,11 @@ def _samples(run, kind):
 
 
 def _metrics(rows):
-    """All metrics as an HTML table: name, meaning, and first, last, lowest and highest value."""
+    """All metrics as an HTML table: name, and first, last, lowest and highest value."""
     table = [["metric", "first", "last", "lowest", "highest"]]
     for key in _keys_of(rows, "(?!step$).+"):
-        meaning = next((text for name, text in metric_meanings().items() if re.fullmatch(name, key)), "")
         values = _values_of(rows, key)
-        table.append([f"{key}\n{meaning}", *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in (
+        table.append([key, *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in (
             values[0], values[-1], min(values), max(values)))])
     return _table(table)
 
@@ -272,7 +271,7 @@ def write_report(run: Path) -> None:
         "Curves": f'<img alt="curves" src="data:image/png;base64,{picture}">',
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
-        "Numbers": _fold("Metrics", _metrics(read_metrics(run)))
+        "Numbers": _fold("Metrics: docs/metrics.md tells their meaning", _metrics(read_metrics(run)))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
         + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
     page = _fill(PAGE, {"title": run.resolve().name}) + "".join(
