@@ -476,8 +476,10 @@ def changed(old: dict, new: dict) -> list[str]:
     `old` (the same, read from JSON)."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
-    if old["layout"] != new["layout"]:
-        free = free | LAYOUTS["debug"].keys()
+    layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
+    by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
+    if old["layout"] != new["layout"] and not by_flag:
+        free = free | LAYOUTS["debug"].keys()  # the numbers that a layout sets may change with it
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k not in free and k in old and old[k] != v]
 

@@ -290,6 +290,9 @@ def test_what_may_differ_on_resume():
     assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **free))) == []
     debug = dict(layout="debug", prompts_per_step=16, samples_per_prompt=2, critic_updates=1)
     assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == []
+    debug["prompts_per_step"] = 7  # a flag beats the layout
+    assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == [
+        "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(PRESETS["orz-7b"], warmup_updates=0.1)  # of the steps
     old_share = json.loads(json.dumps(dataclasses.asdict(share)))
     assert changed(old_share, dataclasses.asdict(dataclasses.replace(share, steps=9))) == ["steps: 0 -> 9"]
