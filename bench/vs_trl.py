@@ -44,6 +44,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python bench/vs_trl.py works too
+
 from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")

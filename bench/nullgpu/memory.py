@@ -23,6 +23,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/memory.py works too
 
 import configs
 from bench.common import RESULTS, arguments, markdown

@@ -36,6 +36,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/run.py works too
+
 import nullgpu
 import torch
 

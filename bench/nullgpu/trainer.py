@@ -33,7 +33,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/trainer.py works too
 
 import configs
 
