@@ -582,9 +582,11 @@ def set_allocator() -> None:
     """Set torch's allocator, unless the user has set it. To be called before torch is imported.
 
     Its segments on a GPU grow, so 1 to 3 GiB less are lost in holes; tools/plan.py counts on it. On the host
-    it pins the bytes that are needed, and not the next power of 2."""
+    it pins the bytes that are needed, and not the next power of 2. Such blocks must not be cached: torch 2.13
+    takes a cached block without a look at its size (mended by PyTorch's pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
 
 
 def check_trackers(cfg: Config) -> None:

@@ -63,7 +63,7 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
     for given in ({}, *({name: "max_split_size_mb:64"} for name in names)):
         monkeypatch.setattr(os, "environ", dict(given))
         configs.set_allocator()
-        ours = "expandable_segments:True,pinned_max_round_threshold_mb:1"
+        ours = "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
         assert os.environ == (given or {names[0]: ours})
 
 
