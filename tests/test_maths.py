@@ -19,32 +19,25 @@ WORST: dict[str, float] = {}  # largest error of each function; conftest.py prin
 
 
 def ragged(seed: int):
-    """A pack of 1 to 6 segments: (prompt, response) lengths, mask, cu_seqlens, and a random generator."""
+    """A pack of 1 to 6 segments: a mask of the tokens that the policy sampled, the segments' bounds, and a
+    random generator. A segment is a prompt and a response, in which tokens of an environment may lie."""
     g = torch.Generator().manual_seed(seed)
-    n = int(torch.randint(1, 7, (), generator=g))
-    lengths = [(int(torch.randint(1, 5, (), generator=g)), int(torch.randint(1, 9, (), generator=g)))
-               for _ in range(n)]
-    mask = torch.cat([torch.tensor([False] * p + [True] * r) for p, r in lengths])
-    cu = torch.tensor([0, *[p + r for p, r in lengths]]).cumsum(0).int()
-    return lengths, mask, cu, g
+    parts = []
+    for _ in range(int(torch.randint(1, 7, (), generator=g))):
+        prompt, more = (int(torch.randint(1, 9, (), generator=g)) for _ in range(2))
+        sampled = torch.rand(more - 1, generator=g) < 0.75
+        parts.append(torch.cat([torch.zeros(prompt, dtype=torch.bool), torch.tensor([True]), sampled]))
+    return torch.cat(parts), torch.tensor([0, *map(len, parts)]).cumsum(0).int(), g
 
 
 def normal(g: torch.Generator, count: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(count, generator=g, dtype=torch.float64) * scale
 
 
-def per_sequence(x, lengths):
-    """The response parts of x, one tensor a segment."""
-    out, start = [], 0
-    for p, r in lengths:
-        out.append(x[start + p:start + p + r])
-        start += p + r
-    return out
-
-
-def sequences(lengths, *tensors):
-    """For each segment, the response parts of all `tensors`."""
-    return zip(*(per_sequence(x, lengths) for x in tensors), strict=True)
+def sequences(mask, cu, *tensors):
+    """For each segment, the sampled tokens' parts of all `tensors`."""
+    for start, end in itertools.pairwise(cu.tolist()):
+        yield [x[start:end][mask[start:end]] for x in tensors]
 
 
 def close(name, got, want, tolerance=1e-9):
@@ -64,56 +57,37 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
-def test_gae_equals_the_backward_recursion(gamma, lam):
+def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
+    """A gap in the mask changes nothing: the steps on its two sides are neighbours, and a reward in it
+    belongs to the step before it."""
     for seed in range(CASES):
-        lengths, mask, cu, g = ragged(seed)
+        mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
-        rewards = torch.where(mask, rewards, 0)
-        adv, ret = ppo.gae(rewards, values, cu, mask, gamma, lam)
-        assert not adv[~mask].any() and not ret[~mask].any()
-        for r, v, a, rt in sequences(lengths, rewards, values, adv, ret):
-            want, later = [0.0] * len(r), 0.0
-            for t in reversed(range(len(r))):
-                next_value = float(v[t + 1]) if t + 1 < len(r) else 0.0
-                later = float(r[t]) + gamma * next_value - float(v[t]) + gamma * lam * later
-                want[t] = later
-            close("gae", a, torch.tensor(want, dtype=torch.float64))
-            close("gae returns", rt, torch.tensor(want, dtype=torch.float64) + v)
+        adv, returns = ppo.gae(rewards, values, cu, mask, gamma, lam)
+        assert not adv[~mask].any() and not returns[~mask].any()
+        want = torch.zeros_like(values)
+        for start, end in itertools.pairwise(cu.tolist()):
+            later, next_value, reward = 0.0, 0.0, 0.0
+            for t in reversed(range(start, end)):
+                reward += float(rewards[t])
+                if mask[t]:
+                    want[t] = later = reward + gamma * next_value - float(values[t]) + gamma * lam * later
+                    next_value, reward = float(values[t]), 0.0
+        close("gae", adv, want)
+        close("gae returns", returns[mask], (want + values)[mask])
 
 
 def test_gae_without_discount_is_score_minus_value():
     for seed in range(CASES):
-        lengths, mask, cu, g = ragged(seed)
+        mask, cu, g = ragged(seed)
         values = normal(g, len(mask))
         rewards = torch.zeros_like(values)
-        scores = normal(g, len(lengths))
+        scores = normal(g, len(cu) - 1)
         rewards[cu[1:].long() - 1] = scores
         adv, ret = ppo.gae(rewards, values, cu, mask)
         score = scores[ppo.segment_ids(cu, int(cu[-1]))]
         close("score - V", adv[mask], (score - values)[mask])
         close("return = score", ret[mask], score[mask])
-
-
-def test_gae_steps_over_tokens_that_the_policy_did_not_sample():
-    """A gap in the mask changes nothing: the steps on its two sides are neighbours, and a reward in it
-    belongs to the step before it."""
-    for seed in range(CASES):
-        lengths, mask, cu, g = ragged(seed)
-        mask = mask & (torch.rand(len(mask), generator=g) < 0.7)
-        rewards, values = normal(g, len(mask)), normal(g, len(mask))
-        adv, ret = ppo.gae(rewards, values, cu, mask, 0.9, 0.8)
-        assert not adv[~mask].any() and not ret[~mask].any()
-        for start, end in itertools.pairwise(cu.tolist()):
-            want, later, next_value, reward = [], 0.0, 0.0, 0.0
-            for t in reversed(range(start, end)):
-                reward += float(rewards[t])
-                if mask[t]:
-                    later = reward + 0.9 * next_value - float(values[t]) + 0.9 * 0.8 * later
-                    next_value, reward = float(values[t]), 0.0
-                    want.insert(0, later)
-            inside = mask[start:end]
-            if want:
-                close("gae over gaps", adv[start:end][inside], torch.tensor(want, dtype=torch.float64))
 
 
 def test_gae_of_a_pack_of_one_masked_token_is_zero():
@@ -125,7 +99,7 @@ def test_gae_of_a_pack_of_one_masked_token_is_zero():
 
 def test_whitening_uses_the_stats_of_all_packs():
     for seed in range(CASES):
-        _, mask, _, g = ragged(seed)
+        mask, _, g = ragged(seed)
         x = normal(g, len(mask), 3) + 1
         other = normal(g, 7)  # the tokens of another pack or rank
         stats = ppo.whitening_stats(x, mask) + ppo.whitening_stats(other, torch.ones(7, dtype=torch.bool))
@@ -155,13 +129,13 @@ def clipped(ratio, a, low, high):
 
 def test_ppo_policy_loss():
     for seed in range(CASES):
-        lengths, mask, _, g = ragged(seed)
+        mask, cu, g = ragged(seed)
         logp, old, adv = (normal(g, len(mask), scale) for scale in (0.4, 0.4, 1))
         weight = torch.rand(len(mask), generator=g, dtype=torch.float64)
 
-        def naive(x, lengths=lengths, old=old, adv=adv, weight=weight):
+        def naive(x, mask=mask, cu=cu, old=old, adv=adv, weight=weight):
             total = (x * 0).sum()
-            for lp, o, a, w in sequences(lengths, x, old, adv, weight):
+            for lp, o, a, w in sequences(mask, cu, x, old, adv, weight):
                 for t in range(len(lp)):
                     total = total + w[t] * clipped(torch.exp(lp[t] - o[t]), a[t], 0.2, 0.28)
             return total / 11
@@ -174,7 +148,7 @@ def test_ppo_policy_loss():
 
 def test_one_update_a_step_is_reinforce_with_a_baseline():
     for seed in range(CASES):
-        _, mask, _, g = ragged(seed)
+        mask, _, g = ragged(seed)
         logp, adv = normal(g, len(mask)), normal(g, len(mask))
         a, b = (logp.clone().requires_grad_() for _ in range(2))
         ppo.policy_loss(a, a.detach(), adv, mask, 5)[0].backward()
@@ -185,12 +159,12 @@ def test_one_update_a_step_is_reinforce_with_a_baseline():
 @pytest.mark.parametrize("clip", [0.2, None])
 def test_value_loss(clip):
     for seed in range(CASES):
-        lengths, mask, _, g = ragged(seed)
+        mask, cu, g = ragged(seed)
         v, old, ret = (normal(g, len(mask), 0.5) for _ in range(3))
 
-        def naive(x, lengths=lengths, old=old, ret=ret):
+        def naive(x, mask=mask, cu=cu, old=old, ret=ret):
             total = x.new_zeros(())
-            for vs, os, rs in sequences(lengths, x, old, ret):
+            for vs, os, rs in sequences(mask, cu, x, old, ret):
                 for t in range(len(vs)):
                     plain = (vs[t] - rs[t]) ** 2
                     near = (os[t] + torch.clamp(vs[t] - os[t], -0.2, 0.2) - rs[t]) ** 2
@@ -244,15 +218,15 @@ def test_grpo_family(name):
     scale = 4e-4 if ratio == "sequence" else 0.3
     tokens, responses, max_len = 31.0, 9.0, 50
     for seed in range(CASES):
-        lengths, mask, cu, g = ragged(seed)
+        mask, cu, g = ragged(seed)
         segment = ppo.segment_ids(cu, int(cu[-1]))
         old = normal(g, len(mask))
         logp = old + scale * normal(g, len(mask))
-        adv = normal(g, len(lengths))[segment]
+        adv = normal(g, len(cu) - 1)[segment]
 
-        def naive(x, lengths=lengths, old=old, adv=adv):
+        def naive(x, mask=mask, cu=cu, old=old, adv=adv):
             total = (x * 0).sum()
-            for lp, o, a in sequences(lengths, x, old, adv):
+            for lp, o, a in sequences(mask, cu, x, old, adv):
                 inner = x.new_zeros(())
                 whole = torch.exp((lp - o).mean())
                 for t in range(len(lp)):
