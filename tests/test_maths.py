@@ -144,6 +144,9 @@ def test_ppo_policy_loss():
             return ppo.policy_loss(x, old, adv, mask, 11, 0.2, 0.28, weight)[0]
 
         compare("ppo.policy_loss", ours, naive, logp)
+        ratio = (logp - old).exp()
+        cut = [clipped(r, x, 0.2, 0.28) > -r * x for r, x in zip(ratio[mask], adv[mask], strict=True)]
+        assert int(ppo.policy_loss(logp, old, adv, mask, 11, 0.2, 0.28)[1]) == sum(cut)
 
 
 def test_one_update_a_step_is_reinforce_with_a_baseline():
