@@ -18,18 +18,26 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 import ckpt
 from log import read_metrics
 
+DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)
+TAKEN = set()
+
+
+def told(start: str) -> str:
+    """The block of Python in docs/forking.md that starts so."""
+    (block,) = [block for block in BLOCKS if block.startswith(start)]
+    TAKEN.add(block)
+    return block
+
+
 # A fork is a list of edits, one for each place: (file, old text, new text). The numbers are those of the
-# sections in docs/forking.md.
+# sections in docs/forking.md, which has the new text.
 
 # 1. OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
 OPO = [
-    ("configs.py", '"return_whiten"]', '"return_whiten", "length_weighted"]'),
+    ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
-     '    if cfg.advantage == "length_weighted":\n'
-     "        lengths = of_groups([len(s.ids) for s in samples], cfg)\n"
-     "        advantages = scores - (scores * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)\n"
-     "    else:\n"
-     "        advantages = grpo.group_advantages(scores, cfg.advantage)\n"),
+     told("    if cfg.advantage == ")),
 ]
 
 # 1. SAPO (2511.20347): a sigmoid instead of a clip. It closes a little sooner for negative advantages.
@@ -37,10 +45,7 @@ SAPO = [
     ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
      'ratio: Literal["token", "sequence", "clipped", "soft"]'),
     ("grpo.py", '    elif ratio in ("token", "sequence"):',
-     '    elif ratio == "soft":\n'
-     "        tau = torch.where(advantages > 0, 1.0, 1.05)\n"
-     "        loss, clipped = -torch.sigmoid(tau * (rho - 1)) * 4 / tau * advantages, inside != rho\n"
-     '    elif ratio in ("token", "sequence"):'),
+     told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
 ]
 
 # 2. The reference is a moving average of the policies.
@@ -48,169 +53,60 @@ AVERAGE = [
     ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)
-""", """    for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
-        old.lerp_(new, 0.01)
-"""),
+""", told("    for old, new in zip(run.ref")),
 ]
 
 # 3. The number of digits of a response.
 DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
-     '        "reward": [s.reward for s in samples],\n'
-     '        "digits": [sum(c.isdigit() for c in s.text) for s in samples],\n'),
+     '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
 ]
 
 # 4. Responses that repeat themselves end.
+YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [
-    ("engine.py", "    def text_of(self,",
-     "    def ends(self, ids: Sequence[int]) -> bool:\n"
-     '        """Whether a response ends after these tokens: it repeats itself."""\n'
-     "        return len(ids) >= 32 and len(set(ids[-32:])) < 8\n\n"
-     "    def text_of(self,"),
+    ("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
     ("engines/torch_engine.py", "        if self.cfg.stop:\n",
-     "        for j in (~stopped).nonzero()[:, 0].tolist():\n"
-     "            stopped[j] = self.ends(ids[j, :t + 1].tolist())\n"
-     "        if self.cfg.stop:\n"),
-    ("engines/vllm_engine.py", "            yield from (output for output in outputs if output.finished)\n",
-     "            from vllm.v1.engine import FinishReason\n\n"
-     "            for name, state in list(engine.output_processor.request_states.items()):\n"
-     "                if self.ends(state.detokenizer.output_token_ids):\n"
-     "                    outputs.append(state.make_request_output([], None, FinishReason.STOP, None))\n"
-     "                    engine.abort_request([name], internal=True)\n"
-     "            yield from (output for output in outputs if output.finished)\n"),
+     told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
+    ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS),
 ]
 
 # 4. A run ends when nearly all samples are right.
-STOP = [
-    ("train.py", "    return dist.stop_requested()\n",
-     '    return dist.stop_requested() or metrics["reward"] > 0.99\n'),
-]
+STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 
 # 5. Problems in CSV files.
 CSV = [
-    ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")',
-     'DATA_FILES = (".json", ".jsonl", ".parquet", ".csv")'),
-    ("grading/rows.py", '    if file.suffix == ".parquet":\n        rows = _parquet_rows(file)\n',
-     '    if file.suffix == ".csv":\n'
-     "        import csv\n\n"
-     '        rows = enumerate(csv.DictReader(file.open(encoding="utf-8-sig", newline="")), 1)\n'
-     '    elif file.suffix == ".parquet":\n        rows = _parquet_rows(file)\n'),
+    ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
+    ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
 ]
 
 # 6. An engine that reads the whole text again for each token.
-SLOW = '''"""An engine without a cache."""
-
-import numpy as np
-import torch
-
-from engine import Engine, first_stop
-from model import Segments
-
-
-class SlowEngine(Engine):
-    """Reads the whole text again for each token. One request at a time."""
-
-    def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
-        super().__init__(path, tokenizer, cfg, device, dtype)
-        self.policy.to(dtype).requires_grad_(False).allocate(device)
-
-    def load(self, weights):
-        parameters = dict(self.policy.named_parameters())
-        for name, tensor in weights:
-            parameters[name].copy_(tensor)
-        self.ledger.mark("sync")
-
-    @torch.inference_mode()
-    def generate(self, requests, limits, temperature, key, version):
-        self.check(version)
-        for k, prompt in requests.items():
-            random = torch.Generator(self.device).manual_seed(hash((*key, *k)) % 2**63)
-            ids, logps, stopped = [], [], False
-            while not stopped and len(ids) < limits[k]:
-                text = torch.tensor([[*prompt, *ids]], device=self.device)
-                n = text.shape[1]
-                segments = Segments(torch.tensor([0, n], dtype=torch.int32, device=self.device), n)
-                positions = torch.arange(n, device=self.device)[None]
-                hidden = self.policy.hidden(text, positions, segments=segments)[0, -1:]
-                logp = (self.policy.lm_head.logits(hidden) / (temperature or 1)).log_softmax(-1)[0]
-                token = int(logp.exp().multinomial(1, generator=random) if temperature else logp.argmax())
-                before, last = np.array(ids, np.int32), np.array([token], np.int32)
-                stopped = token in self.eos or first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
-                ids.append(token)
-                logps.append(float(logp[token]))
-            yield self.sample(k, prompt, np.array(ids, np.int32), np.array(logps, np.float32), stopped)
-'''
 ENGINE = [
-    ("engines/slow_engine.py", "", SLOW),
-    ("configs.py", 'engine: Literal["auto", "torch", "vllm"]',
-     'engine: Literal["auto", "torch", "vllm", "slow"]'),
+    ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
+    ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
     ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
-     "from engines.slow_engine import SlowEngine\n\n"
-     'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine, "slow": SlowEngine}\n'),
+     told("from engines.slow_engine")),
 ]
 
 # 7. Muon for the layers' matrices, AdamW for all else.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-     "weight_decay=cfg.weight_decay,\n                             fused=fused)\n",
-     """    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = list(set(model.parameters()) - set(matrices))
-    return Both(torch.optim.Muon(matrices, lr, cfg.weight_decay, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(others, lr, cfg.betas, weight_decay=cfg.weight_decay, fused=fused))
-
-
-class Both:
-    \"\"\"Two optimizers as one. They share a state, which checkpoints keep and offloading moves.\"\"\"
-
-    def __init__(self, *parts):
-        self.parts, self.state = parts, parts[0].state
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        for part in parts:
-            part.state = self.state
-
-    def step(self):
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self, set_to_none=True):
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-"""),
+     "weight_decay=cfg.weight_decay,\n                             fused=fused)\n", told("    matrices = ")),
 ]
 
 # 8. Checkpoints to S3 and back.
+NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [
-    ("ckpt.py", "    _sync(final.parent)\n",
-     "    _sync(final.parent)\n"
-     '    s3_sync(final.parent.parent, BUCKET, "--exclude", "lock", "--exclude", "ckpt/best/*")\n'
-     "\n\n"
-     'BUCKET = "s3://my-bucket/runs/orz-7b"\n'
-     "\n\n"
-     "def s3_sync(*words):\n"
-     "    import subprocess\n\n"
-     '    subprocess.run(["aws", "s3", "sync", *map(str, words)], check=False)\n'),
-    ("ckpt.py", "    *older, newest = complete(out) or [None]\n",
-     "    if _is_main() and not complete(out):\n"
-     "        s3_sync(BUCKET, out)\n"
-     "    dist.gather(None)  # the other ranks wait for the files\n"
-     "    *older, newest = complete(out) or [None]\n"),
+    ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
+    ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
 ]
 
 # 9. A reward part that grows with the response's length.
-BREVITY = [
-    ("rollout.py", "\nREWARD_PARTS = {\n",
-     "\ndef brevity(group: Sequence[Sample], cfg: Config) -> list[float]:\n"
-     "    return [-0.001 * len(s.ids) for s in group]\n\n"
-     'REWARD_PARTS = {"brevity": brevity,\n'),
-]
+BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 
 # 11. Train only the last four layers (of the tests' model: the last one).
-LAYERS = [
-    ("train.py", '    policy, critic, ref = Role("policy", model,',
-     "    model.requires_grad_(False)\n"
-     "    model.model.layers[-4:].requires_grad_(True)\n"
-     '    policy, critic, ref = Role("policy", model,'),
-]
+ROLES = '    policy, critic, ref = Role("policy", model,'
+LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
 FOLDERS = ("", "engines", "grading", "guard", "tools")
 
@@ -239,15 +135,10 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """Every line of Python in docs/forking.md is a line of an edit above. The environment runs in
-    test_turns.py, the advantage of --vary in test_ablations.py."""
-    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
-    documented = [line.strip() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-                  if "def respond(" not in block and "def advantage(" not in block
-                  for line in block.splitlines() if line.strip() not in ("", "...")]
-    tested = {line.strip() for edits in TESTED for _, _, new in edits for line in new.splitlines()}
-    assert len(documented) > 60
-    assert [line for line in documented if line not in tested] == []
+    """Every block of Python in docs/forking.md is in an edit above, but two: the environment runs in
+    test_turns.py, and the advantage of --vary in test_ablations.py."""
+    elsewhere = [block for block in BLOCKS if block not in TAKEN]
+    assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == ["advantage", "respond"]
 
 
 # --- functions of a fork
