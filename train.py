@@ -769,8 +769,8 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):
-        return max(m[f"{name}²"] - m[name] ** 2, 0.0)
+    def variance(name):  # 0 where nothing was added
+        return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
     if "returns" in m:
