@@ -746,7 +746,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             log.alarm(run.saver.save(step + 1, run.carried))
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
-    if run.world.main:
+    if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     if cfg.verbose:
