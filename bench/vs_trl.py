@@ -20,7 +20,7 @@ it held more at its peak (VmHWM - VmRSS of /proc/PID/status). File-backed pages 
 They are mostly libraries, and the kernel counts them by which other processes map the same files: sides in
 one environment share them, and sides in two environments do not.
 
-torz and trl_tuned get the settings of glibc's allocator that the Makefile exports and README names: a
+torz and trl_tuned get the settings of glibc's allocator that the Makefile exports: a
 process keeps the memory that it frees. trl gets none, because it runs as it comes.
 
 --trl_python, --trl_ranks: TRL's interpreter and ranks. --ranks, --dtype: torz's. --base: the model's folder,
