@@ -234,12 +234,12 @@ class Saver:
     def _complete(self, step, temp, carried):
         """In the thread: write this rank's files. When all ranks have, rank 0 publishes the checkpoint.
         Returns a warning or "", the same on all ranks. Raises UserError as `finish` does."""
-        bad = self.buffer.not_finite()
+        bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
-        every = dist.gather((bad != "", error, files), self.group)
+        every = dist.gather((error, files), self.group)
         result = self._publish(step, temp, every) if _is_main() else None
         error, warning = dist.gather(result, self.group)[0]
-        require(not any(bad for bad, _, _ in every), error, "another --out, with smaller learning rates")
+        require(not bad, error, "another --out, with smaller learning rates")
         require(not error or not self.failed, f"two saves in a row failed, the last one with: {error}",
                 f"a {self.out} that can be written to")
         self.failed = error != ""
@@ -259,10 +259,10 @@ class Saver:
 
     def _publish(self, step, temp, every):
         """On rank 0: publish the checkpoint, then prune. Returns an error in one line or "", and a warning of
-        what could not be pruned. `every`: for each rank, (its state is not finite, its error, its files)."""
-        _, error = max((bad, error) for bad, error, _ in every)
+        what could not be pruned. `every`: the error and the files of each rank."""
+        error = max(error for error, _ in every)
         if not error:
-            files = {name: entry for _, _, of_rank in every for name, entry in of_rank.items()}
+            files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
@@ -391,12 +391,13 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 
 def verify(run: Path) -> None:
     """Print whether each checkpoint of a run is as it was saved. Raises UserError where one is not."""
-    names = {folder.name: damaged(folder) for folder in complete(run)}
-    for folder, name in names.items():
+    folders, bad = complete(run), []
+    require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved one")
+    for folder in folders:
+        name = damaged(folder)
         print(f"{folder}: {name} is damaged" if name else f"{folder}: whole")
-    require(names != {}, f"{run} has no checkpoint", "the folder of a run that has saved one")
-    bad = sum(name != "" for name in names.values())
-    require(bad == 0, f"{bad} of {len(names)} checkpoints are damaged", "one of the others, or a copy")
+        bad += [folder.name] if name else []
+    require(not bad, f"damaged: {', '.join(bad)}", "one of the others, or a copy")
 
 
 # --- resuming
@@ -433,9 +434,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     reading. Raises UserError, the same on every rank, for a file that is not as it was saved."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
-    others = [p.name for p in complete(folder.parent.parent) if p.name != folder.name]
     require(not bad, f"{folder / bad} is damaged: its bytes are not those that were saved",
-            f"move {folder} away; the newest one is then {others[-1] if others else 'none'}")
+            f"move {folder} away, and start from an older checkpoint")
     return json.loads((folder / "state.json").read_text())
 
 
@@ -462,7 +462,7 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
 
 def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
     """Fill models with the weights of another run's checkpoint; their optimizers start anew. The reference
-    becomes that run's policy. Returns a line that says which models were filled. `facts`: this run's.
+    becomes that run's policy. Returns a line that names the models that were filled. `facts`: this run's.
 
     Raises UserError where a file is damaged, or where models or tokenizer differ.
     """
@@ -480,8 +480,7 @@ def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
                     f"--model {source_of(source, saved['config'])}, which that run started from")
             _fill(path, source, model, None)
             filled.append(who)
-    new = [f"the {who} is new" for who in models if who not in filled]
-    return "; ".join([f"started from {path}: {', '.join(filled)}", *new])
+    return f"started from {path}: {', '.join(filled)}"
 
 
 def _tensors_in(path):

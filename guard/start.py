@@ -1,9 +1,9 @@
 """Everything that refuses a run before it costs anything. Each check raises UserError, the same on every
 rank.
 
-In the order of a start: the same program on all ranks; a folder that all ranks share and no other run uses,
-with space on its disk (`preflight`); the same data and weights on all ranks (`check_same`); does the run fit
-on the devices (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
+In the order of a start: the same program on all ranks; a folder that all ranks share and no other run uses
+(`preflight`); the same data and weights on all ranks (`check_same`); does the run fit on the devices and on
+the disk (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
 policy that is trained (selfcheck.py); can the first responses teach anything (`first_look`)."""
 
 import fnmatch
@@ -23,7 +23,7 @@ import torch
 
 import ckpt
 import dist
-from configs import NODE, ROOT, Config, UserError, gib, nearest, require
+from configs import GIB, NODE, ROOT, Config, UserError, gib, nearest, require
 from data import Problem, Sample, fingerprint
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
@@ -52,8 +52,7 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     """The run's folder as an absolute path, and its lock. All ranks run the same program, and see and can
-    write the same folder; no other run uses it; its disk has space for the checkpoints. Raises UserError, the
-    same on every rank, with host names."""
+    write the same folder; no other run uses it. Raises UserError, the same on every rank, with host names."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -62,7 +61,6 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(lambda: check_shared(folder, owner))
-        dist.together(lambda: check_space(cfg, folder))
     except UserError:
         lock.release()
         raise
@@ -148,16 +146,12 @@ def program(cfg: Config) -> dict[str, str]:
                             "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]} | reward_files(cfg)
 
 
-def check_space(cfg: Config, folder: Path) -> None:
-    """Raises UserError where the folder's disk is too small for the run's checkpoints and exports."""
-    policy, critic = model_shapes(cfg)
-    files = plan.disk(cfg, policy.policy_params, critic.critic_params if cfg.algo == "ppo" else 0)
+def check_space(folder: Path, needed: float) -> None:
+    """Raises UserError where the folder's disk has no space for `needed` bytes of checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
-    checkpoint, exports, needed = map(gib, files.values())
-    require(free >= files["disk, all"],
-            f"{gib(free)} free in {folder} for checkpoints of {checkpoint} and exports of {exports}",
-            f"{needed}, so a smaller --keep, or another --out")
+    require(free >= needed, f"{gib(free)} free in {folder} for checkpoints and exports",
+            f"{gib(needed)}, so a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
@@ -206,11 +200,13 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> plan.Plan:
     """Print the plan in short, and return all of it. `problems`: prompts an epoch. Raises UserError, with a
-    remedy, where the run doesn't fit."""
+    remedy, where the run doesn't fit the devices or the disk of --out."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
     require(not shortage, shortage, shortage and plan.remedy(case))
+    disk = planned["host and disk, GiB"]["disk, all"]
+    dist.together(lambda: check_space(Path(cfg.out).absolute(), disk * GIB))
     say(f"{plan.verdict(case)}\nthe whole plan: {Path(cfg.out) / 'plan.json'}\n")
     return planned
 
@@ -284,20 +280,18 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     """Print three of the first step's prompts with a response, and how all responses were graded. Raises
     UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
     because a base model may be right one time in twenty. `errors`: what this rank's graders raised."""
-    shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
-    reasons = sum(dist.gather(Counter(s.reason for s in samples)), Counter())
-    found = Counter(name for s in samples if s.reason == "unparsed" for name in readers(s.text))
-    found = sum(dist.gather(found), Counter())
-    errors = sum(dist.gather(list(errors)[:1]), [])
-    scored = any(dist.gather(any(s.reward for s in samples)))
     if dist.stop_requested():
         return
+    shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
     for s in sorted(shown, key=lambda s: s.prompt_id):
         say(as_text(s, batch[s.prompt_id], tokenizer))
-    total, cut = sum(reasons.values()), reasons["truncated"]
+    reasons = Counter(sum(dist.gather([s.reason for s in samples]), []))
+    total, cut = reasons.total(), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     say(f"\nof the first {total} responses: {graded}\n")
-    extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common() if name != "whole")
+    found = [name for s in samples if s.reason == "unparsed" for name in readers(s.text) if name != "whole"]
+    found = Counter(sum(dist.gather(found), []))
+    extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common())
     if extractors:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} of them; others "
             f"would: {extractors}\n")
@@ -305,7 +299,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
             "score 0",
             "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
-    mostly = reasons.most_common(1)[0][0]
+    mostly, errors = reasons.most_common(1)[0][0], sum(dist.gather(list(errors)[:1]), [])
+    scored = any(dist.gather(any(s.reward for s in samples)))
     first = f"; the first: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "
                           "that asks for the format of this one",

@@ -2,9 +2,11 @@
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -55,16 +57,13 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 
 def print_stacks(head: str) -> None:
-    """Print where each thread of this process is, innermost call first. No source file is read: a hanging
-    disk may be the cause. Each line is one write and names the rank, so that ranks' lines don't mix."""
-    lines, names = [head], {t.ident: t.name for t in threading.enumerate()}
-    for thread, frame in sys._current_frames().items():
-        lines.append(f"thread {names.get(thread, thread)}")
-        while frame:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back
-    for line in lines:
+    """Print where each thread of this process is, innermost call first. Each line is one write and names the
+    rank, so that ranks' lines don't mix."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)  # reads no source file: a hanging disk may be the cause
+        file.seek(0)
+        lines = file.read().splitlines()
+    for line in [head, *lines]:
         os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
 
 

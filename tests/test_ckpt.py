@@ -65,10 +65,14 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
     """Any safetensors reader opens the files. Their slices, placed at the offsets in the headers, fill the
-    whole tensors, which are what resume loads. Beside them there is JSON only."""
+    whole tensors, which are what resume loads. Beside them there is JSON only. COMPLETE has size and checksum
+    of every file."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("step") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
+    files = {p.name: p.read_bytes() for p in path.iterdir() if p.name != "COMPLETE"}
+    assert json.loads((path / "COMPLETE").read_text()) == {
+        name: {"bytes": len(data), "crc32": f"{binascii.crc32(data):08x}"} for name, data in files.items()}
     for file in sorted(path.iterdir()):
         if file.suffix != ".safetensors":
             assert json.loads(file.read_text()) and file.name in ("state.json", "COMPLETE")
@@ -87,8 +91,6 @@ def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, bas
 
 OPTIMIZERS = {  # and how many tensors a checkpoint holds of its state, for two linear layers
     "Adam": (lambda p: torch.optim.Adam(p, amsgrad=True), 16),
-    "Adagrad": (torch.optim.Adagrad, 8),
-    "RMSprop": (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9), 16),
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
     "no state": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
     "late": (torch.optim.AdamW, 12),  # takes its first step after the checkpoint, as --freeze_policy_steps
@@ -518,31 +520,18 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Saver, models and facts of a run with a small sharded model and Adam, on the ranks of this process."""
+    """Saver and models of a run with a small sharded model and Adam, on the ranks of this process."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
     models = {"policy": (model, torch.optim.Adam(model.parameters()))}
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], **{"lr_decay": "constant", "keep_best": ""} | changes)
-    facts = {"config": dataclasses.asdict(cfg), "problems": "some", "reward_files": {}}
-    return ckpt.Saver(out, models, cfg, facts, 0), models, facts
+    return ckpt.Saver(out, models, cfg, {}, 0), models
 
 
-def short(out):
-    """The message of a run shorter than its checkpoint, and where a run of just that length starts."""
-    saver, models, facts = small(out, steps=9)
-    assert saver.save(3, wait=True) == ""
-    path, said = ckpt.find(out, "auto"), ""
-    try:
-        ckpt.resume(path, models, facts | {"config": facts["config"] | {"steps": 2}})
-    except UserError as e:
-        said = str(e)
-    return said, ckpt.resume(path, models, facts | {"config": facts["config"] | {"steps": 3}})
-
-
-def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(tmp_path):
-    for said, start in run_ranks(2, short, tmp_path):
-        assert "step_000003" in said and "--steps 3 or more, or another --out" in said and start == 3
+def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
+    said, = run_ranks(1, ranks.main, dataclasses.replace(base, out=str(two_ranks[0]), steps=3))
+    assert "step_000004" in said and "--steps 4 or more, or another --out" in said
 
 
 # --- every byte is the one that was saved
@@ -555,18 +544,10 @@ def flip(file):
     file.write_bytes(data)
 
 
-def test_the_mark_has_size_and_checksum_of_every_file(two_ranks):
-    for folder in ckpt.complete(two_ranks[0]):
-        mark = json.loads((folder / "COMPLETE").read_text())
-        files = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "COMPLETE"}
-        assert mark == {name: {"bytes": len(data), "crc32": f"{binascii.crc32(data):08x}"}
-                        for name, data in files.items()} and len(mark) == 3
-
-
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
     """One changed bit, a lost byte, or a file of tensors that DCP would read with the others: resume and
-    export name the file, the older checkpoint and what to do, and `verify` finds it. With the damaged one
+    export name the file and say what to do, and `verify` finds it. With the damaged one
     moved away the older is found."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
@@ -580,10 +561,10 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     messages = run_ranks(2, ranks.main, dataclasses.replace(base, out=str(out)))
     assert messages[0] == messages[1] and "\n" not in messages[0]
     assert f"{file} is damaged" in messages[0] and f"move {folder} away" in messages[0]
-    assert "step_000002" in messages[0] and not (out / "export").exists()
+    assert not (out / "export").exists()
     with pytest.raises(UserError, match=f"{file} is damaged"):
         ckpt.main(["export", str(out), "4", str(tmp_path / "hf")])
-    with pytest.raises(UserError, match="1 of 2 checkpoints"):
+    with pytest.raises(UserError, match="damaged: step_000004;"):
         ckpt.main(["verify", str(out)])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "step_000002: whole" in said[0]
@@ -598,7 +579,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
 
 def poisoned(out, what):
     """The message when a number that is not finite is saved after a good save; `what` says where it is."""
-    saver, models, _ = small(out)
+    saver, models = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -657,7 +638,7 @@ def test_an_export_that_finds_no_space_is_one_line(base, tmp_path):
 
 def busy(out, steps, disk):
     """What the saves of `steps` say, on this rank. `disk`: what to do after the first one."""
-    saver, _, _ = small(out, keep=1, keep_best="auto")
+    saver, _ = small(out, keep=1, keep_best="auto")
     said = []
     for step in steps:
         said.append(saver.save(step, wait=True))
@@ -689,22 +670,14 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
 
 def test_notes_in_an_old_checkpoint_stay(tmp_path):
     """A file of the user's in a checkpoint that is pruned stays, and its folder with it. Saves go on, and say
-    so."""
+    so. `ckpt` may be a link to a folder on another disk, as here."""
+    (tmp_path / "big").mkdir()
+    (tmp_path / "ckpt").symlink_to(tmp_path / "big")
     old = tmp_path / "ckpt" / "step_000001"
     (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
     assert said[0] == said[2] == "" and "step_000001 can't be removed" in said[1]  # and then has no mark
     assert [p.name for p in old.iterdir()] == ["notes.txt"]
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
-
-
-def test_checkpoints_on_another_disk(tmp_path):
-    """`ckpt` may be a link to a folder elsewhere."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "big").mkdir()
-    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "big")
-    assert run_ranks(2, busy, tmp_path / "run", (1, 2), None) == [["", ""]] * 2
-    assert [p.name for p in (tmp_path / "big").iterdir()] == ["step_000002"]
-    assert ckpt.find(tmp_path / "run", "auto") == tmp_path / "run" / "ckpt" / "step_000002"
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):

@@ -67,11 +67,6 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
         assert os.environ == (given or {names[0]: ours})
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_valid(name):
-    assert isinstance(parse([name]), Config)
-
-
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
     """No comment of the dataclass is lost; each flag shows the preset's own value."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -24,8 +24,6 @@ AT_ONCE = {
     "a flag of another library": ("orz-7b --learning_rate 1e-6", "no flag --learning_rate"),
     "a word for a number": ("orz-7b --steps ten", "--steps"),
     "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
-    "a negative rate": ("orz-7b --policy_lr -1", "--policy_lr is -1.0; needed: --policy_lr above 0"),
-    "temperature 0": ("orz-7b --temperature 0", "--temperature is 0.0; needed: --temperature above 0"),
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
     "an algorithm's name": ("orz-7b --algo reinforce", "--algo"),
     "a layout's name": ("orz-7b --layout prod", "no layout 'prod' (did you mean production?); needed: "),
