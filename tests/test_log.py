@@ -18,10 +18,13 @@ import pytest
 import ranks
 import torch
 from conftest import ROOT, maths, run, run_ranks, start_ranks
+from transformers import AutoModelForCausalLM
 
 from configs import PRESETS, UserError, check_trackers, parse, read_jsonl
+from data import load_problems
 from guard.alarms import active_alarms, new_alarms
 from log import TRACKERS, Logger, Meter, Tracker, read_metrics
+from model import load_tokenizer
 
 PPO = PRESETS["tiny-ppo"]
 
@@ -66,10 +69,17 @@ WRONG = {
 }
 
 
-def test_a_healthy_run_raises_no_alarm():
-    assert raised(healthy()) == [] and raised(learning()) == []
+def test_no_alarm_is_raised_by_a_healthy_run_a_single_odd_step_or_success():
     grpo = [{k: v for k, v in r.items() if k != "explained_variance"} for r in healthy()]
-    assert raised(grpo, PRESETS["tiny-grpo"]) == []
+    assert raised(healthy()) == raised(learning()) == raised(grpo, PRESETS["tiny-grpo"]) == []
+    for name in WRONG.keys() - {"grading", "gap", "finite"}:  # ten times their limits, and always wrong
+        rows = learning()
+        rows[40] |= WRONG[name][0]
+        assert raised(rows) == [], name
+    for name in ("entropy", "length", "uniform", "critic"):
+        bad = WRONG[name][0] | {"reward": 0.95}
+        rows = [row | (bad if row["step"] >= 40 else {"reward": 0.95}) for row in learning()]
+        assert raised(rows) == [], name
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -86,13 +96,6 @@ def test_an_alarm_is_raised_when_its_cause_begins_and_again_only_after_it_was_go
     assert all(word in last[name] for word in words), last
 
 
-def test_a_single_odd_step_raises_no_alarm():
-    for name in WRONG.keys() - {"grading", "gap", "finite"}:  # ten times their limits, and always wrong
-        rows = learning()
-        rows[40] |= WRONG[name][0]
-        assert raised(rows) == []
-
-
 def test_an_alarm_that_comes_and_goes_is_raised_once():
     rows = learning()
     for r in rows[20:27] + rows[33:40] + rows[46:]:
@@ -100,14 +103,6 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
     active = [bool(active_alarms(rows[:i + 1], PPO)) for i in (26, 32, 39, 45, 52)]
     assert active == [True, False, True, False, True]
     assert len(raised(rows)) == 1
-
-
-def test_success_raises_no_alarm():
-    for name in ("entropy", "length", "uniform", "critic"):
-        rows = [r | {"reward": 0.95} for r in learning()]
-        for r in rows[40:]:
-            r |= WRONG[name][0] | {"reward": 0.95}
-        assert raised(rows) == [], name
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
@@ -124,21 +119,22 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
     """NaN is null and comes back as NaN. A Logger that starts at step 2 moves the later rows of before to
     *.old.jsonl, and drops a line that a crash cut."""
-    rows = [{"step": i, "reward": 0.5, "response_len": 9.0, "entropy": math.nan if i == 1 else 1.0}
-            for i in range(4)]
-    logger = written(tmp_path, rows)
+    def steps(name):
+        return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
+
+    logger = written(tmp_path, [{"step": i, "reward": 0.5, "response_len": 9.0, "entropy": math.nan}
+                                for i in range(4)])
     logger.alarm("late", 3)
     file = tmp_path / "metrics.jsonl"
     assert '"entropy": null' in file.read_text() and math.isnan(read_metrics(tmp_path)[1]["entropy"])
     with file.open("a") as f:
         f.write('{"step": 4, "rew')
     written(tmp_path, [{"step": 2, "reward": 0.7, "response_len": 9.0}], start=2)
-    assert [(r["step"], r["reward"]) for r in read_metrics(tmp_path)] == [(0, 0.5), (1, 0.5), (2, 0.7)]
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.old.jsonl")] == [2, 3]
+    assert steps("metrics.jsonl") == [(0, 0.5), (1, 0.5), (2, 0.7)]
+    assert steps("metrics.old.jsonl") == [(2, 0.5), (3, 0.5)]
     written(tmp_path, [], start=0)  # another run in the folder of one that saved nothing
-    old = read_jsonl(tmp_path / "metrics.old.jsonl")
-    assert [(r["step"], r["reward"]) for r in old[2:]] == [(0, 0.5), (1, 0.5), (2, 0.7)]
-    assert read_metrics(tmp_path) == [] and len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 2
+    assert steps("metrics.old.jsonl")[2:] == [(0, 0.5), (1, 0.5), (2, 0.7)] and steps("metrics.jsonl") == []
+    assert len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 2
 
 
 def test_a_start_that_cannot_write_loses_no_history(tmp_path):
@@ -151,37 +147,31 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """UTF-8 has none. It is written as JSON's escape, and read back the same."""
+    """It is written as JSON's escape, and read back the same."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
-    line, = (tmp_path / "samples" / "step_000000.jsonl").read_text().splitlines()
-    assert json.loads(line)["response"] == "a\udc80é"
+    assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
 
 def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
+    """Killed after `stop` steps, of which `start` are in the checkpoint, in the middle of a line."""
     rows = learning(50)
     for r in rows[15:25] + rows[40:]:
         r |= WRONG["clip"][0] | WRONG["gap"][0]
-    (tmp_path / "whole").mkdir()
-    whole = written(tmp_path / "whole", rows)
-    whole.alarm("a save failed")
-    whole.alarm("")
-    said = capsys.readouterr().out
-    kept = read_jsonl(tmp_path / "whole" / "alarms.jsonl")
-    assert len(kept) == 5 and kept[-1] == {"step": 50, "text": "a save failed"}
-    assert [f"!! step {row['step']}: {row['text']}" for row in kept] == re.findall("^!! .*", said, re.M)
-    steps = [row["step"] for row in kept[:4]]
-    assert all(15 <= step < 25 for step in steps[:2]) and all(40 <= step < 50 for step in steps[2:])
-    # Killed after `stop` steps, of which `start` are in the checkpoint.
-    for stop, start in ((44, 43), (30, 16), (50, 20)):
+    for stop, start in ((50, 50), (44, 43), (30, 16), (50, 20)):
         out = tmp_path / f"{stop}-{start}"
         out.mkdir()
         written(out, rows[:stop])
         with (out / "alarms.jsonl").open("a") as f:
             f.write('{"step": 3, "te')
+        capsys.readouterr()
         resumed = written(out, rows[start:], start)
         resumed.alarm("a save failed")
-        assert (out / "alarms.jsonl").read_text() == (tmp_path / "whole" / "alarms.jsonl").read_text()
-        assert read_metrics(out) == read_metrics(tmp_path / "whole")
+        resumed.alarm("")
+        kept = read_jsonl(out / "alarms.jsonl")
+        assert [(row["step"], row["text"]) for row in kept] == [*raised(rows), (50, "a save failed")]
+        said = re.findall("^!! .*", capsys.readouterr().out, re.M)
+        assert said == [f"!! step {row['step']}: {row['text']}" for row in kept if row["step"] >= start]
+        assert read_metrics(out) == rows
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
@@ -204,22 +194,18 @@ class Terminal(io.StringIO):
 
 
 def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypatch, capsys):
-    def step():
+    for stream in sys.stderr, Terminal():
+        monkeypatch.setattr(sys, "stderr", stream)
         logger = written(tmp_path, learning(2))
         with logger.bar("Actor Train epoch [1/1]", 3) as bar:
             bar.update(3)
             bar.refresh()
         logger.steps.refresh()
         logger.steps.close()
-
-    step()
-    said = capsys.readouterr()
+    said, bars = capsys.readouterr(), stream.getvalue()
     assert said.err == ""
-    assert [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"]
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    step()
-    assert "Actor Train epoch [1/1]: 100%" in sys.stderr.getvalue() and "2/24" in sys.stderr.getvalue()
-    assert re.search(r"\n\rActor Train", sys.stderr.getvalue())  # one line below the other
+    assert [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"] * 2
+    assert re.search(r"\n\rActor Train epoch \[1/1\]: 100%", bars) and "2/24" in bars  # two lines
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
@@ -229,23 +215,20 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
         meter.add_quantiles("gap", x)
+        meter.add_quantiles("equal", torch.full((9,), 0.5))
+        meter.add_quantiles("beyond", torch.tensor([0.0, math.nan, math.inf]))
         meter.add("tokens", len(x))
         meter.add("nothing", 0, 0)
         meter.add_max("peak", len(x))
     sums = sum(torch.cat(list(meter.sums.values())) for meter in meters)
     peaks = torch.stack([torch.stack(list(meter.peaks.values())) for meter in meters]).amax(0)
     found, every = meters[0].reduce(lambda _: sums, lambda _: peaks), torch.cat(values)
-    assert set(found) == {"gap/mean", "gap/p99", "gap/max", "tokens", "peak"}
-    assert found["tokens"] == 350 and found["peak"] == 300
+    assert "nothing" not in found and found["tokens"] == 350 and found["peak"] == 300
     assert found["gap/mean"] == pytest.approx(every.mean().item(), rel=1e-5)
     assert found["gap/max"] == pytest.approx(every.max().item())
     exact = every.sort().values[int(0.99 * len(every) - 1e-6)].item()
     assert exact <= found["gap/p99"] <= 1.024 * exact
-    one = Meter()
-    one.add_quantiles("gap", torch.full((9,), 0.5))
-    one.add_quantiles("beyond", torch.tensor([0.0, math.nan, math.inf]))
-    found = one.reduce(lambda x: x, lambda x: x)
-    assert [found[f"gap/{x}"] for x in ("mean", "p99", "max")] == [0.5] * 3
+    assert [found[f"equal/{x}"] for x in ("mean", "p99", "max")] == [0.5] * 3
     assert math.isnan(found["beyond/mean"])
 
 
@@ -357,23 +340,21 @@ def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch
     rows, cfg = learning(6), dataclasses.replace(PPO, track=("list",))
 
     def tracked():
-        return {file: read_jsonl(file) for file in (tmp_path / "tracked").iterdir()}
+        return sorted(map(read_jsonl, (tmp_path / "tracked").iterdir()), key=len)
 
     with written(tmp_path, rows[:5], cfg=cfg):
         pass
     assert [row["text"].split(";")[0] for row in read_jsonl(tmp_path / "alarms.jsonl")] == [
         "ListTracker failed (ValueError: no space)"]
-    assert read_metrics(tmp_path) == rows[:5] and list(tracked().values()) == [rows[:2]]
+    assert read_metrics(tmp_path) == rows[:5] and tracked() == [rows[:2]]
     written(tmp_path, rows[5:], 5, cfg)
-    (first, found), = tracked().items()
-    assert found == rows[:2] + rows[3:]
+    assert tracked() == [rows[:2] + rows[3:]]
     written(tmp_path, rows[:1], 0, cfg)
-    assert sorted(map(len, tracked().values())) == [1, 5]
+    assert tracked() == [rows[:1], rows[:2] + rows[3:]]
     written(tmp_path, rows[1:2], 1)
-    for file in (first, tmp_path / "ListTracker.json"):
-        file.unlink()
+    (tmp_path / "ListTracker.json").unlink()
     written(tmp_path, [], 2, cfg)
-    assert rows[:2] in tracked().values()
+    assert tracked()[1] == rows[:2]
 
 
 def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
@@ -409,14 +390,9 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
 # --- samples: which are saved, and with what
 
 
-def check_rows(rows, cfg, in_training):
-    """The ids decode to the response, and the log-probs are those that transformers computes. In training,
-    the advantages are those of a group's rewards (2402.03300)."""
-    from transformers import AutoModelForCausalLM
-
-    from data import load_problems
-    from model import load_tokenizer
-
+def check_rows(rows, cfg):
+    """The ids decode to the response, and the log-probs are those that transformers computes. Advantages are
+    those of a group's rewards (2402.03300)."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -427,10 +403,9 @@ def check_rows(rows, cfg, in_training):
         with torch.no_grad():
             logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
         exact = logits.log_softmax(-1)[range(len(ids)), ids]
+        assert row["logps"] == pytest.approx(exact.tolist(), abs=1e-4)
         assert all(x == round(x, 4) for x in row["logps"])
-        assert (exact - torch.tensor(row["logps"])).abs().max() < 1e-4
-    assert all(("advantage" in row) == in_training for row in rows)
-    if in_training:
+    if "advantage" in rows[0]:
         rewards = torch.tensor([row["reward"] for row in rows]).double().view(-1, cfg.samples_per_prompt)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
         assert [row["advantage"] for row in rows] == pytest.approx(advantages.flatten().tolist(), abs=1e-6)
@@ -441,33 +416,27 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
     all. The metrics are the same. Most responses are cut, which is an alarm."""
     cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
                               max_response_len=3)
-    everything = dict(save_samples="all", save_logps=True)
-    cases = {"all": everything, "some": dict(save_samples="some"), "none": dict(save_samples="none")}
-    metrics = {name: run(dataclasses.replace(cfg, **case), tmp_path / name)[0]
-               for name, case in cases.items()}
+    everything = dataclasses.replace(cfg, save_samples="all", save_logps=True)
+    cases = {"all": everything, **{name: dataclasses.replace(cfg, save_samples=name)
+                                   for name in ("some", "none")}}
+    metrics = {name: run(case, tmp_path / name)[0] for name, case in cases.items()}
     assert maths(metrics["all"]) == maths(metrics["some"]) == maths(metrics["none"])
     alarms = [(row["step"], row["text"]) for row in read_jsonl(tmp_path / "none" / "alarms.jsonl")]
     assert alarms == raised([row for row in metrics["none"] if "reward" in row], cfg) != []
-    counts = {name: {file.relative_to(tmp_path / name).as_posix(): len(read_jsonl(file))
-                     for kind in ("samples", "eval") for file in (tmp_path / name / kind).glob("*")}
-              for name in cases}
-    evals = {"eval/step_000000.jsonl": 40, "eval/step_000002.jsonl": 40}
-    assert counts == {"all": {"samples/step_000000.jsonl": 40, "samples/step_000001.jsonl": 40} | evals,
-                      "some": {"samples/step_000000.jsonl": 32} | evals, "none": {}}
-    check_rows(read_jsonl(tmp_path / "all" / "samples" / "step_000000.jsonl"), cfg, in_training=True)
-    check_rows(read_jsonl(tmp_path / "all" / "eval" / "step_000000.jsonl"), cfg, in_training=False)
-    row = read_jsonl(tmp_path / "some" / "samples" / "step_000000.jsonl")[0]
-    assert not {"ids", "logps"} & set(row)
-    step = "ckpt/step_000001"
-    shutil.copytree(tmp_path / "some" / step, tmp_path / "more" / step)
-    run(dataclasses.replace(cfg, **everything), tmp_path / "more")
-    file = "samples/step_000001.jsonl"
-    assert (tmp_path / "more" / file).read_text() == (tmp_path / "all" / file).read_text()
-
-
-def test_log_probs_of_samples_that_are_not_saved_are_a_mistake():
-    with pytest.raises(UserError, match="--save_logps has no effect"):
-        parse(["tiny-ppo", "--save_samples", "none", "--save_logps"])
+    saved = {name: {file.relative_to(tmp_path / name).as_posix(): read_jsonl(file)
+                    for kind in ("samples", "eval") for file in (tmp_path / name / kind).glob("*")}
+             for name in cases}
+    first, second = "samples/step_000000.jsonl", "samples/step_000001.jsonl"
+    evals = dict.fromkeys(["eval/step_000000.jsonl", "eval/step_000002.jsonl"], 40)
+    counts = {name: {file: len(rows) for file, rows in files.items()} for name, files in saved.items()}
+    assert counts == {"all": {first: 40, second: 40} | evals, "some": {first: 32} | evals, "none": {}}
+    assert not {"ids", "logps"} & set(saved["some"][first][0])
+    for file in first, "eval/step_000000.jsonl":
+        check_rows(saved["all"][file], cfg)
+        assert {"advantage" in row for row in saved["all"][file]} == {file == first}
+    shutil.copytree(tmp_path / "some/ckpt/step_000001", tmp_path / "more/ckpt/step_000001")
+    run(everything, tmp_path / "more")
+    assert read_jsonl(tmp_path / "more" / second) == saved["all"][second]
 
 
 # --- the table of metrics in docs/metrics.md is the metrics of a run
@@ -486,25 +455,18 @@ ONLY = {
 ELSEWHERE = {"mfu"}  # CUDA's
 
 
-@pytest.fixture(scope="module")
-def unusual(base, tmp_path_factory):
-    """Metrics of a step with all the settings of ONLY."""
-    settings = {k: v for only in ONLY.values() for k, v in only.items()}
-    settings["env"] = base.reward[0].replace(":digits", ":respond")
-    cfg = dataclasses.replace(base, steps=1, eval_every=1, **settings)
-    return run(cfg, tmp_path_factory.mktemp("only") / "run")[0]
-
-
-def test_the_table_is_the_metrics_of_a_run(two_ranks, unusual):
+def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
     """Each metric of a run is in the table, once. Each row of the table is a metric of every run, or of a run
     with the settings of ONLY."""
+    settings = {k: v for only in ONLY.values() for k, v in only.items()}
+    settings["env"] = base.reward[0].replace(":digits", ":respond")
+    unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")
     usual, special = ({key for row in rows for key in row} for rows in (two_ranks[1], unusual))
     assert len(METRICS) == len(TABLE)
     for key in usual | special:
         assert sum(bool(re.fullmatch(p, key)) for p in METRICS.values()) == 1, f"{key}: not once in the table"
     for name, pattern in METRICS.items():
-        in_usual = any(re.fullmatch(pattern, key) for key in usual)
-        in_special = any(re.fullmatch(pattern, key) for key in special)
+        in_usual, in_special = (any(re.fullmatch(pattern, key) for key in keys) for keys in (usual, special))
         if name in ONLY:
             assert in_special and not in_usual, f"{name} comes with {ONLY[name]} alone"
         else:

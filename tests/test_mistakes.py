@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,15 @@ AT_ONCE = {
     "a clip without a second update": ("orz-7b --clip_high 0.28",
                                        "--clip_high has no effect in this run; needed: --policy_updates 2"),
     "a KL estimator without KL": ("orz-7b --kl_estimator k1", "needed: --kl_coef above 0"),
-    "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "--data_weights"),
+    "a KL estimator that is no loss": ("tiny-grpo --kl_coef 0.1 --kl_estimator k1", "k2 or k3"),
+    "an end of a rate that stays": ("orz-7b --lr_end 1e-7", "--lr_decay linear"),
+    "a ratio with PPO": ("tiny-ppo --ratio token", "--algo grpo"),
+    "groups of one": ("reinforce++-7b --drop_uniform", "does not compare"),
+    "resampled groups of one": ("reinforce++-7b --resample_rounds 2", "does not compare"),
+    "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text; needed: "),
+    "log-probs of no samples": ("tiny-ppo --save_samples none --save_logps", "--save_logps has no effect"),
+    "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "1 values for 2 files"),
+    "samples for other files": ("orz-7b --eval_data a b c --eval_samples 1 2", "2 values for 3 files"),
     "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
@@ -115,7 +124,7 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     typed, words = AT_ONCE[name]
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as e:
-        check_paths(parse(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)).split()))
+        check_paths(parse(shlex.split(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)))))
     assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
 
 

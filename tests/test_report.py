@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from html.parser import HTMLParser
+from html import unescape
 from statistics import fmean
 
 import pytest
@@ -19,30 +19,12 @@ from tools import report
 from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, write_report
 
 
-class Page(HTMLParser):
-    """The elements, addresses, event handlers and texts of a page; the texts of <pre> also one by one."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags, self.addresses, self.handlers, self.pre = set(), [], [], []
-        self.text, self.inside = "", False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.addresses += [v for k, v in attrs if k in ("src", "href", "srcset", "action")]
-        self.handlers += [k for k, _ in attrs if k.startswith("on")]
-        if tag == "pre":
-            self.inside = True
-            self.pre.append("")
-
-    def handle_endtag(self, tag):
-        self.inside = self.inside and tag != "pre"
-
-    def handle_data(self, data):
-        self.text += data
-        if self.inside:
-            self.pre[-1] += data
+def page_of(text: str) -> tuple[set, list, str]:
+    """The kinds of tags of a page, the texts of its <pre>, and its whole text. Each < begins a tag, because
+    texts are escaped."""
+    tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
+    pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
+    return tags, pre, unescape(re.sub("<[^>]*>", "", text))
 
 
 EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &amp; $title \u2028 next \x85 "
@@ -82,24 +64,26 @@ def folder(tmp_path_factory):
 
 
 def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_loads(folder):
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.tags <= {"html", "meta", "title", "style", "h1", "h2", "table", "tr", "td", "img", "details",
-                         "summary", "article", "b", "pre"}
-    assert not page.handlers and not re.search(r"url\(|@import|https?://", text)
-    assert len(page.addresses) == 1 and page.addresses[0].startswith("data:image/png;base64,")
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    tags, pre, text = page_of(html)
+    names = "html title style h1 h2 table tr td details summary article b pre".split()
+    assert tags <= {"<!doctype html>", '<html lang="">', '<meta charset="">', '<meta name="" content="">',
+                    '<article class="">', '<img alt="" src="">', "<details open>",
+                    *(f"<{name}>" for name in names), *(f"</{name}>" for name in names)}
+    assert not re.search(r"url\(|@import|https?://", html) and html.count(' src="data:image/png;base64,') == 1
     rows = [r for kind in ("samples", "eval") for f in (folder / kind).iterdir() for r in read_jsonl(f)]
-    assert len(rows) == 14 and all(page.pre.count(r["response"]) == 1 for r in rows)
-    assert all(r["problem"] in page.text and r["gold"] in page.text for r in rows)
-    assert page.text.count("right: correct") == page.text.count("wrong: unparsed") == 4 + 3
-    assert all(r["text"] in page.text for r in read_jsonl(folder / "alarms.jsonl"))
-    assert all(key in page.text for row in read_metrics(folder) for key in row if key != "step")
-    assert all(field.name in page.text for field in dataclasses.fields(PPO))
-    assert "small<run>" in page.text and "<i>32 prompts</i>" in page.text
-    assert "<details open><summary>samples/step_000012.jsonl</summary>" in text  # the newest step
+    assert len(rows) == 14 and all(pre.count(r["response"]) == 1 for r in rows)
+    assert all(r["problem"] in text and r["gold"] in text for r in rows)
+    assert text.count("right: correct") == text.count("wrong: unparsed") == 4 + 3
+    assert all(r["text"] in text for r in read_jsonl(folder / "alarms.jsonl"))
+    assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
+    assert all(field.name in text for field in dataclasses.fields(PPO))
+    assert "small<run>" in text and "<i>32 prompts</i>" in text
+    assert "<details open><summary>samples/step_000012.jsonl</summary>" in html  # the newest step
 
 
-def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(folder, tmp_path):
+def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
+    """Of a folder of which only metrics.jsonl and samples/ are left."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -107,38 +91,31 @@ def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wro
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(text)
     write_report(tmp_path)
-    shown = [text for text in Page((tmp_path / "report.html").read_text()).pre if text.startswith("answer")]
-    steps = sorted({int(text.split()[1]) for text in shown})
-    assert len(steps) <= 6 and steps[0] == 0 and steps[-1] == 29
+    _, pre, text = page_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    shown = [response for response in pre if response.startswith("answer")]
+    steps = sorted({int(response.split()[1]) for response in shown})
+    assert len(steps) <= 6 and steps[0] == 0 and steps[-1] == 29 and "None was raised" in text
     assert sorted(shown) == sorted(f"answer {s} {i} {j}" for s in steps for i in range(3) for j in range(2))
 
 
-def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder):
+def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path):
     text = story(folder)
     assert re.search(r"aime/avg@1 +0.300 → 0.900 \(best 0.900 at step 24\)\n", text)
     assert "problem</b> 2" in text and re.search(r"alarms +1\n", text)
     assert "!! step 12: the <b>disk</b> is full\n" in text
     assert "  base    ✗ eval 0.2 </pre>" in text and "  trained ✓ eval 12.2 </pre>" in text
-
-
-def test_a_run_that_only_began_has_a_report(tmp_path):
-    """One step; a folder of which only metrics.jsonl is left."""
-    for row, words in (healthy(1)[0], "None was raised"), ({"step": 0, "eval/e/avg@1": 0.5}, "0.500"):
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        write_report(tmp_path)
-        assert words in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@1": 0.5}\n')  # a run that only began
     assert "0.500" in story(tmp_path)
 
 
 def test_two_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
-    both = (("a", PPO, healthy(20)), ("b", dataclasses.replace(PPO, **changes), learning(30)))
-    for name, cfg, rows in both:
-        (tmp_path / name).mkdir()
+    runs, healthy_rows, learning_rows = [tmp_path / "a", tmp_path / "b"], healthy(20), learning(30)
+    for rows in healthy_rows, learning_rows:
         rows[-1] |= {"eval/e/avg@1": 0.5}
         rows[10] |= {"eval/e/avg@1": 0.75}
-        written(tmp_path / name, rows, cfg=dataclasses.replace(cfg, out=str(tmp_path / name)))
-    runs = [tmp_path / "a", tmp_path / "b"]
+    run_of(runs[0], 0, healthy_rows)
+    run_of(runs[1], 0, learning_rows, **changes)
     lines = [re.split(" {2,}", line) for line in compare(runs).splitlines()]
     cells = {line[0]: line[1:] for line in lines}
     assert {key for key in cells if key.startswith("--")} == {f"--{field}" for field in changes}
@@ -155,7 +132,6 @@ def test_two_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     ([], ["RUN", "python -m tools.report RUN"]),
     (["/no/such/run"], ["no folder /no/such/run", "train.py's --out"]),
     (["EMPTY"], ["no metrics in", "metrics.jsonl"]),
-    (["RUN", "EMPTY"], ["no metrics in"]),
     (["RUN", "--curves"], ["--curves", "python -m tools.report RUN"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
     (["RUN", "RUN", "--out", "x.what"], ["what"]),
@@ -201,17 +177,13 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
     figure = Figure()
     report._draw(figure, "reward", {"three": curves, "alone": curves[:1]}, "linear")
     three, alone = figure.axes[0].lines
-    assert (three.get_label(), alone.get_label()) == ("three", "alone")
     assert alone.get_ydata().tolist() == pytest.approx(list(curves[0].values()), nan_ok=True)
     means = dict(zip(three.get_xdata(), three.get_ydata(), strict=True))
     assert list(means) == sorted(set().union(*curves))
-    drawn = {}
-    for path in figure.axes[0].collections[0].get_paths():
-        for x, y in path.vertices:
-            drawn.setdefault(round(x), set()).add(y)
+    band = {(round(x), y) for path in figure.axes[0].collections[0].get_paths() for x, y in path.vertices}
     for step, mean in means.items():
         values = [c[step] for c in curves if step in c and not math.isnan(c[step])]
-        assert {min(values), max(values)} <= drawn[step]
+        assert {(step, min(values)), (step, max(values))} <= band
         assert mean == pytest.approx(fmean(values)) if len(values) == 3 else math.isnan(mean)
 
 
@@ -220,7 +192,7 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
     """One recipe: a panel for each row of PANELS, a line for each metric. Several: a panel for each metric of
-    COMPARED, a line for each recipe."""
+    COMPARED, a line for each recipe. Every row of PANELS has metrics of the table."""
     drawn, draw = [], report._draw
     monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
     rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]
@@ -231,30 +203,24 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
     drawn.clear()
     plot(runs, tmp_path / "two.png")
     assert [list(lines) for _, _, lines, _ in drawn] == [[str(run) for run in runs]] * 9
-    assert {title for _, title, _, _ in drawn} == {
-        key for key in rows[0] if re.fullmatch(COMPARED, key)}
-
-
-def test_every_panel_has_metrics_of_the_table():
+    assert {title for _, title, _, _ in drawn} == {key for key in rows[0] if re.fullmatch(COMPARED, key)}
     for title, pattern, _ in PANELS:
         assert any(re.fullmatch(pattern, name.replace("<k>", "1")) for name in METRICS), title
-    assert {"linear", "share", "log", "variance"} == {scale for _, _, scale in PANELS}
 
 
 def test_no_legend_covers_data_and_no_word_is_cut():
     """Also of eight phases, and of six recipes with long names."""
     curve = {step: 1.0 for step in range(3)}
-    phases = {f"time/{name}": [curve] for name in "step rollout critic policy eval wait sync save".split()}
-    sets = {f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16": [curve]
-            for i in range(3)}
-    six = {f"{i} is a recipe with a very long name: /home/me/runs/{i} ({i} seeds)": [curve] for i in range(6)}
-    for lines in (phases, sets, six):
+    phases = [f"time/{name}" for name in "step rollout critic policy eval wait sync save".split()]
+    sets = [f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16" for i in range(3)]
+    six = [f"{i} is a recipe with a very long name: /home/me/runs/{i} ({i} seeds)" for i in range(6)]
+    for labels in (phases, sets, six):
         figure = Figure(figsize=(4.4, 3.6), dpi=130, layout="constrained")
-        report._draw(figure, "held-out accuracy", lines, "share")
+        report._draw(figure, "held-out accuracy", {label: [curve] for label in labels}, "share")
         figure.draw_without_rendering()
         (axis,), (legend,) = figure.axes, figure.legends
-        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+        drawn, words = axis.get_window_extent(), legend.get_window_extent()
+        assert not words.overlaps(drawn) and drawn.height > 0.25 * figure.bbox.height
         inside = figure.bbox.padded(1)
-        for box in (legend.get_window_extent(), axis.get_tightbbox()):
+        for box in (words, axis.get_tightbbox()):
             assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
-        assert axis.get_window_extent().height > 0.25 * figure.bbox.height

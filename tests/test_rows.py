@@ -597,15 +597,19 @@ def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
 
 
 def test_weights_are_each_files_own(tokenizer, tmp_path):
-    """Two files of one weight: each gives its own share of every epoch. Replacements are drawn alike."""
+    """Two files of one weight: each gives its own share of every epoch, and other problems in the next.
+    Replacements are drawn alike."""
     files = write_files(tmp_path, 40, 8, 20)
     cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
     problems = data.load_problems(files, tokenizer, cfg, str)
     assert data.epoch_len(problems) == 10 + 2 + 40
+    quarters = []
     for epoch in range(5):
         batch = data.batch_at(problems, epoch, cfg)
         assert Counter(p.text[0] for p in batch) == {"0": 10, "1": 2, "2": 40}
         assert set(Counter(p.text for p in batch if p.text[0] == "2").values()) == {2}
+        quarters.append({p.text for p in batch if p.text[0] == "0"})
+    assert len(set(map(frozenset, quarters))) == 5 and {len(quarter) for quarter in quarters} == {10}
     small = replace(cfg, prompts_per_step=13)
     drawn = Counter(p.text[0] for s in range(400) for p in data.replacement_batch(problems, s, 1, small))
     total = sum(drawn.values())
