@@ -33,7 +33,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from configs import DATA_FILES, UserError, data_file, require
+from configs import UserError, data_file, require
 from grading.answers import KINDS, extract, grade
 
 PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
@@ -48,7 +48,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # At the ends of a text: spaces, NUL, and what has no width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
-HUB = re.compile(r"([\w.-]+/[\w.-]+?)(?::(.+))?")
+HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +78,20 @@ def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
 
 def local_file(path: str) -> str:
     """The file that `path` names: itself, or a file of the hub's data set OWNER/NAME:FILE, from the cache or
-    downloaded. OWNER/NAME alone means the data set's only train file. Raises UserError."""
+    downloaded. Raises UserError."""
     match = HUB.fullmatch(path)
-    if Path(path).exists() or not match or (path.endswith(DATA_FILES) and not match[2]):
+    if Path(path).exists() or not match:
         return path
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     repo, file = match.groups()
     try:
-        names, in_cache = _cached_names(repo), True
-        wanted = _wanted(names, file)
-        if not wanted:
-            names, in_cache = HfApi().list_repo_files(repo, repo_type="dataset"), False
-            wanted = _wanted(names, file)
-        some = wanted or [name for name in names if name.endswith(DATA_FILES)]
-        found = f"no {file}" if file else f"{len(wanted)} train files"
-        require(len(wanted) == 1, f"the data set {repo} has {found}",
-                " or ".join(f"{repo}:{name}" for name in some[:3]) or "a data set with data files")
-        return hf_hub_download(repo, wanted[0], repo_type="dataset", local_files_only=in_cache)
-    except UserError:
-        raise
+        cached = try_to_load_from_cache(repo, file, repo_type="dataset")
+        return cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
     except Exception as e:  # the network's many ways to fail
-        raise UserError(f"no file {path}, and the hub's data set is neither in the cache nor reachable "
+        raise UserError(f"no file {path}, and the hub's file is neither in the cache nor downloaded "
                         f"({type(e).__name__}); needed: a file that exists, or first: "
-                        f"hf download --repo-type dataset {repo}") from None
-
-
-def _wanted(names, file):
-    """The data set's file of this name, or without a name its train files."""
-    if file:
-        return [name for name in names if name == file]
-    return [name for name in names if "train" in name and name.endswith(".parquet")]
-
-
-def _cached_names(repo):
-    """Files of the hub's data set that are in the cache."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
-    except (OSError, ValueError):  # none
-        return []
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+                        f"hf download --repo-type dataset {repo} {file}") from None
 
 
 # --- rows
