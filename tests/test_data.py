@@ -23,18 +23,6 @@ def test_the_orz_prompt_ends_at_think(tiny):
     assert "This is the problem:\nWhat is 1+1?\n" in text
 
 
-def test_batches_are_a_function_of_seed_and_step():
-    problems = [data.Problem(str(i), (i,), str(i)) for i in range(10)]
-    cfg = replace(CFG, prompts_per_step=4)
-    stream = [p.text for step in range(10) for p in data.batch_at(problems, step, cfg)]
-    for epoch in range(4):
-        prompts = stream[epoch * 10:epoch * 10 + 10]
-        assert sorted(prompts) == sorted(p.text for p in problems)  # each once an epoch
-    assert stream[:10] != stream[10:20]  # reshuffled
-    assert [p.text for p in data.batch_at(problems, 7, cfg)] == stream[28:32]
-    assert stream[:4] != [p.text for p in data.batch_at(problems, 0, replace(cfg, seed=1))]
-
-
 def test_partition_is_balanced_and_respects_the_cap():
     g = np.random.default_rng(0)
     lengths = g.integers(10, 1000, 500)

@@ -55,9 +55,10 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    pack, gradients = data.pack(ranks.make_samples(8)), []
+    """In bf16. Packs with shared prefixes, whose gradients are summed in a fixed order."""
+    pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
-        policy = model.load_policy(folder)
+        policy = model.load_policy(folder).bfloat16()
         policy.recompute(whole)
         model.logprobs(policy, pack, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
@@ -287,12 +288,6 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
     assert path == str(snapshot) and model.load_policy(path) and model.load_tokenizer(path)
     for same in (str(ROOT), "tests/absent/model", ""):
         assert model.resolve(same) == same
-
-
-def test_an_id_that_cannot_be_had_is_refused_in_one_line(hub):
-    with pytest.raises(UserError, match="hf download org/absent --local-dir DIR where .* --model DIR") as e:
-        model.resolve("org/absent")
-    assert str(e.value).startswith("no folder org/absent, and the Hub's") and "\n" not in str(e.value)
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):

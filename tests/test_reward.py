@@ -122,45 +122,7 @@ def test_the_last_box_of_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
-@pytest.mark.parametrize("unit", [
-    "{", "}", "{}", "<answer>", "</answer>", "<answer></answer>", r"\boxed{", r"\boxed", r"\boxed ",
-    r"\boxed{}", r"<answer>\boxed{", r"<answer>\boxed{1}</answer>", "\\"])
-def test_extraction_takes_linear_time(unit):
-    """200 kB each. A regular expression that backtracks would take hours."""
-    start = time.process_time()
-    extract_answer("<answer>" + unit * (200_000 // len(unit)) + "</answer>")
-    assert time.process_time() - start < 60
-
-
-# --- Equality.
-
-# Gold answer -> answers that equal it.
-SAME = {
-    "x^2+2x+1": ["(x+1)^2"], "12": ["12", "012", "+12", "12.0"], "1234": ["1,234"], "1000000": ["1,000,000"],
-    "0.5": [r"\frac{1}{2}", r"50\%"], "1/2": [r"\frac12"], r"\tfrac{1}{2}": [r"\dfrac{3}{6}"],
-    "-0.50": ["-1/2"], r"-\frac{1}{2}": [r"\frac{-1}{2}"], "0.333333": ["1/3"], "1.5": [r"1\frac12"],
-    r"2\sqrt{2}": [r"\sqrt{8}"], "1024": ["2^{10}"], "1500": [r"1.5\times10^3"], "10^{-7}": ["0.0000001"],
-    "10": [r"10\text{ cm}", r"\$10"], "90": [r"90^\circ"], "5": ["x=5", "$5$"], r"\{2,1\}": [r"\{1,2\}"],
-    "1,2": ["2,1"], "x<3": [r"(-\infty,3)"], "3i+2": ["2+3i"], r"0.75\pi": [r"\frac{3\pi}{4}"],
-    "east": [r"\text{East}"],
-}
-# Gold answer -> answers that differ: by punctuation, order, rounding, prose, a second or an empty answer.
-OTHER = {
-    "12": ["1,2", "-12", "12.5", "12abc", "1 2"], "1,2": ["12"], "(34)": ["(3,4)"], "(3,4)": ["(34)"],
-    "D)": ["D"], "D": ["D)"], r"5\text{ or }7": ["5"],
-    "5": [r"5\text{ or }7", "", "7 $5$", r"\text{final answer is } $5$", r"7} \boxed{5"], "": ["", " "],
-    "x^2+2x+2": ["(x+1)^2"], "1.2": ["1,2"], r"\frac{1}{2}": [r"-\frac{1}{2}"], "0.33": ["1/3"],
-    "3/5": ["3/4"], "1": ["1/0"], "2.8": [r"\sqrt{8}"], "10^{-7}": ["0.0000002", "0.0"], "6": ["x=5"],
-    "(2,1)": ["(1,2)"], "[0,1)": ["[0,1]"],
-    r"\begin{pmatrix}2\\1\end{pmatrix}": [r"\begin{pmatrix}1\\2\end{pmatrix}"], "3.14": [r"\pi"],
-    "seat": ["east"], "7": ["5$ $7"],
-}
-
-
-@pytest.mark.parametrize("gold", sorted({*SAME, *OTHER}))
-def test_equality(gold):
-    assert [a for a in SAME.get(gold, []) if grade(a, gold) is not True] == []
-    assert [a for a in OTHER.get(gold, []) if grade(a, gold) is not False] == []
+# --- Equality. test_answers has the pairs.
 
 
 def test_a_choice_is_one_letter():
@@ -173,7 +135,7 @@ def test_a_choice_is_one_letter():
 
 def test_exact_is_equal_text_and_an_unknown_kind_is_an_error():
     assert grade(" a b ", "a b", "exact") and not grade("A", "a", "exact") and not grade("1.0", "1", "exact")
-    assert not grade("", "", "exact")
+    assert not grade("", "", "exact") and not grade(" ", "") and not grade("", "5")
     with pytest.raises(UserError, match="maths.*needed: one of math, choice, exact"):
         grade("1", "1", "maths")
 
@@ -325,27 +287,19 @@ def test_custom_reward(custom):
         for response in want:
             grader.submit(response, response, "gold", True, "essay", custom=spec)
         grader.submit("cut", "12345", "gold", False, "essay", custom=spec)
+        grader.submit("boxed", boxed("5"), "gold", True, "essay", custom=spec)
         grader.submit("other kind", "12345", "gold", True, "math", custom=spec)
         grader.submit("big", "\0\ud800" * 50_000, "gold", True, "essay", custom=spec)
         grades = grader.results()
     assert {r: grades[r].reason for r in want} == want
     rewards = {k: grades[k].reward for k in ("12345", "return True", "other kind", "big")}
     assert rewards == {"12345": 0.5, "return True": 1.0, "other kind": -1.0, "big": 10_000.0}
-    assert grades["cut"] == Grade(0.0, "truncated", None) and grades["other kind"].reason == "wrong"
+    assert grades["cut"] == Grade(0.0, "truncated", None)  # without an answer, it doesn't vote
+    assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert set(grader.errors) == {"KeyError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
                                   "OverflowError"}
-
-
-def test_a_truncated_response_has_no_answer_whoever_grades_it(custom):
-    """So it doesn't vote for a majority."""
-    spec = custom("def score(response, answer, kind): return 1")
-    with Grader(customs=[spec], compares=False) as grader:
-        for stopped in (True, False):
-            grader.submit(stopped, boxed("5"), "5", stopped, custom=spec)
-        answers = {key: g.answer for key, g in grader.results().items()}
-    assert answers == {True: "5", False: None}
 
 
 def test_an_error_of_several_lines_is_told_in_one(custom):

@@ -67,7 +67,6 @@ READ = {
     r'{"problem": "1+1=", "solution": "$\\boxed{\\frac{\\sqrt{2}}{\\frac{1}{3}}}$"}':
         (Q, r"\frac{\sqrt{2}}{\frac{1}{3}}", "math"),
     r'{"problem": "1+1=", "solution": "so \\fbox{2}"}': (Q, "2", "math"),
-    r'{"problem": "1+1=", "solution": "so $\\boxed 5$."}': (Q, "5", "math"),
     r'{"problem": "1+1=", "solution": "so \\boxed 3.5."}': (Q, "3.5", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{2} and \\boxed{3"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{3}", "answer": "2"}': (Q, "2", "math"),
@@ -365,15 +364,6 @@ def test_a_chat_template_that_loses_a_turn_or_raises_is_one_line_with_file_and_r
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
 
 
-def test_every_form_of_conversation_is_looked_at(tiny, tmp_path):
-    """The first row has no system turn; that of a later row would be lost."""
-    path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
-    tokenizer.chat_template = "{{ messages[-1].content }}"
-    path.write_text(GOOD.decode() + fill('\n{"messages": TALK, "answer": "2"}\n'))
-    with pytest.raises(UserError, match="d.jsonl row 2: the chat template doesn't show the system turn"):
-        load(path, tokenizer, replace(CFG, template="chat"))
-
-
 def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"messages": json.loads(said(("system", ""), ("user", Q))), "answer": "2"}))
@@ -458,37 +448,6 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 # --- gold answers
 
 
-def worked_solutions() -> list[tuple[dict, str, str]]:
-    """(row, a right answer, a wrong answer): 250 in GSM8K's form, and 150 solutions with nested boxes."""
-    rng, found = random.Random(0), []
-    for i in range(250):
-        n = rng.choice([rng.randrange(100), rng.randrange(10**6), -rng.randrange(50)])
-        steps = "\n".join(f"Then {a}+{a}=<<{a}+{a}={2 * a}>>{2 * a}." for a in rng.sample(range(99), 3))
-        row = {"question": f"Sum {i}?", "answer": f"{steps}\n#### {n:,}"}
-        found.append((row, str(n), str(n + rng.choice([-1, 1, 10]))))
-    for i in range(150):
-        a, b, c = (rng.randrange(2, 30) for _ in range(3))
-        inner = rng.choice([
-            rf"\frac{{{a}}}{{\frac{{{b}}}{{{c}}}}}", rf"\sqrt{{{a}^{{2}}+\frac{{{b}}}{{{c}}}}}",
-            rf"\left({{{a}}},\frac{{{b}}}{{{c}}}\right)", rf"\frac{{\sqrt{{{a}}}}}{{{b}}}"])
-        solution = f"We try \\boxed{{0}} first, and {{then}} find $\\boxed{{{inner}}}$. Done."
-        wrong = inner.replace(str(a), str(a + 1), 1)
-        found.append(({"problem": f"Box {i}?", "solution": solution}, inner, wrong))
-    return found
-
-
-def test_right_answers_to_worked_solutions_are_right_and_wrong_ones_wrong():
-    cases = worked_solutions()
-    with Grader(workers=2, deadline=20) as grader:
-        for i, (row, right, wrong) in enumerate(cases):
-            gold = rows.problem_of(ROW.decode(json.dumps(row)), "row").answer
-            for name, answer in (("right", right), ("wrong", wrong)):
-                grader.submit((name, i), f"<answer>\\boxed{{{answer}}}</answer>", gold, True)
-        grades = grader.results()
-    assert Counter((name, g.reason) for (name, _), g in grades.items()) == {
-        ("right", "correct"): 400, ("wrong", "wrong"): 400}
-
-
 def gold_rows(hopeless: int, count: int) -> str:
     """Rows of JSON Lines, the first `hopeless` of which no answer can be right for."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
@@ -560,6 +519,7 @@ def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
         5, 6, 8, 9, 1, 3, 7, 4, 0, 11, 2, 10, 9, 4, 6, 7, 11, 3, 8, 2]
+    assert data.batch_at(one, 0, cfg) != data.batch_at(one, 0, replace(cfg, seed=1))
     assert [int(p.text) for p in data.replacement_batch(one, 3, 1, cfg)] == [0, 8, 1, 5, 2]
     mix = [data.Problem(str(i), (i,), str(i), "math", w)
            for i, w in enumerate([2.0] * 3 + [1.0] * 4 + [0.5] * 6)]
@@ -673,15 +633,11 @@ def test_data_sets_of_the_hub_come_from_its_cache(tokenizer, tmp_path, monkeypat
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text(revision)
     (folder / "snapshots" / revision / "main").mkdir(parents=True)
-    for name in ("main/train.jsonl", "main/train-0.parquet"):
-        (folder / "snapshots" / revision / name).write_bytes(GOOD)
+    (folder / "snapshots" / revision / "main/train.jsonl").write_bytes(GOOD)
     assert len(load("openai/gsm8k:main/train.jsonl", tokenizer)) == 1
-    assert rows.local_file("openai/gsm8k").endswith("main/train-0.parquet")
-    (folder / "snapshots" / revision / "main/train-1.parquet").write_bytes(GOOD)
-    with pytest.raises(UserError, match="has 2 train files; needed: openai/gsm8k:main/train-0.parquet or"):
-        rows.local_file("openai/gsm8k")
-    for missing in ("openai/gsm8k:main/nothing.jsonl", "other/set"):
-        with pytest.raises(UserError, match="needed: .*: hf download --repo-type dataset (openai|other)/"):
+    for missing in ("openai/gsm8k:main/nothing.jsonl", "other/set:train.jsonl"):
+        with pytest.raises(UserError, match="needed: .*: hf download --repo-type dataset (openai|other)/.* "):
             rows.local_file(missing)
-    with pytest.raises(UserError, match="no data file runs/missing.jsonl"):
-        load("runs/missing.jsonl", tokenizer)
+    for missing in ("runs/missing.jsonl", "openai/gsm8k"):
+        with pytest.raises(UserError, match=f"no data file {missing}"):
+            load(missing, tokenizer)
