@@ -52,7 +52,8 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     """The run's folder as an absolute path, and its lock. All ranks run the same program, and see and can
-    write the same folder; no other run uses it. Raises UserError, the same on every rank, with host names."""
+    write the same folder; no other run uses it; torz knows the models' families. Raises UserError, the same
+    on every rank, with host names."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -61,6 +62,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(lambda: check_shared(folder, owner))
+        dist.together(lambda: model_shapes(cfg))  # refuses other families before their tokenizers are read
     except UserError:
         lock.release()
         raise
