@@ -340,6 +340,16 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
     return {(s.prompt_id, s.sample_id): (s.ids.tolist(), s.turns, s.is_sampled.tolist()) for s in samples}
 
 
+def checked(engine, policy, prompts) -> tuple[str, float]:
+    """What the self-check says: an error or "", and the largest gap in nats."""
+    def trainer_logp(samples, temperature):
+        pack = data.pack(samples)
+        with torch.no_grad():
+            return model.logprobs(policy, pack, temperature)[0][pack.mask]
+
+    return selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
+
+
 def engine_samples(cfg, prompts, env: str) -> dict:
     """This rank's samples of its engine, by temperature and (prompt_id, sample_id), its trajectories with
     turns in rounds, and the self-check's result."""
@@ -362,12 +372,7 @@ def engine_samples(cfg, prompts, env: str) -> dict:
             out[temperature] = {(s.prompt_id, s.sample_id): s for s in samples}
     out["turns"] = turns_in_rounds(engine, policy, prompts, env)
 
-    def trainer_logp(samples, temperature):
-        pack = data.pack(samples)
-        with torch.no_grad():
-            return model.logprobs(policy, pack, temperature)[0][pack.mask]
-
-    out["selfcheck"] = selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
+    out["selfcheck"] = checked(engine, policy, prompts)
     dist.gather(None)
     for file in Path("/dev/shm").glob(f"*{port}*cpushm*"):
         file.unlink(missing_ok=True)

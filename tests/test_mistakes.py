@@ -93,6 +93,7 @@ ON_RANKS = {
     "a run to start from": ("--start_from runs/none", "runs/none is no complete checkpoint; needed: "),
     "a folder that is in use": ("--resume never --out full", "is not empty, and --resume is never; needed: "),
     "somebody else's folder": ("--out full", "has config.json, which no run of torz wrote; needed: "),
+    "a folder that nobody can make": ("--out /dev/null/run", "can't write to /dev/null/run"),
     "a metric's name": ("--keep_best accuracy", "no metric 'accuracy'"),
     "a disk that is too small": ("--keep 1000000000", "free in"),
 }

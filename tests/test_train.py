@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, maths, run, run_ranks
+from conftest import maths, run, run_ranks
 from ranks import main
 
 
@@ -80,38 +78,6 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     assert row["score"] == pytest.approx(2 * row["reward"] + sum(parts))
     assert row["returns"] != pytest.approx(row["reward"])
     assert "no_such_attribute" in (tmp_path / "r" / "alarms.jsonl").read_text()
-
-
-def test_the_kl_to_the_reference_grows(base, tmp_path):
-    cfg = dataclasses.replace(base, kl_coef=0.1, steps=2, eval_every=0, policy_updates=2)
-    rows, _ = run(cfg, tmp_path / "k")
-    assert 0 < rows[0]["kl"] < rows[1]["kl"] < 1  # the first of a step's two updates starts at 0
-
-
-@pytest.mark.parametrize("changes,words", {
-    "model": (dict(model="/no/such/model"), ["no model folder", "/no/such/model", "--model"]),
-    "data": (dict(data=("/no/such/data.jsonl",)), ["no data file /no/such/data.jsonl"]),
-    "row": (dict(data=("ROW",)), ["row 2", "no answer"]),
-    "long": (dict(max_prompt_len=2), ["longer than --max_prompt_len 2"]),
-    "out": (dict(out="/dev/null/run"), ["can't write to /dev/null/run", "--out"]),
-    "reward": (dict(reward=("/no/such.py:f",)), ["/no/such.py"]),
-    "ranks": (dict(layout="production", ranks=32), ["32 ranks, and 2 were started"]),
-}.values())
-def test_a_mistake_is_one_line_on_every_rank(base, tmp_path, changes, words):
-    if changes.get("data") == ("ROW",):
-        (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
-        changes = dict(data=(str(tmp_path / "d.jsonl"),))
-    cfg = dataclasses.replace(base, **({"out": str(tmp_path / "o")} | changes))
-    for message in run_ranks(2, main, cfg):
-        assert "\n" not in message and all(w in message for w in words), message
-
-
-def test_a_mistake_on_the_command_line_is_one_line_on_stderr():
-    command = [sys.executable, ROOT / "train.py", "tiny-ppo", "--stepz", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("train.py: no flag --stepz (did you mean --steps?)")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("changes,words", [

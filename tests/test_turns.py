@@ -262,6 +262,8 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
     """The first segment is what is sampled without an environment; then come the environment's text, token by
     token, and a segment that the policy goes on with."""
     engine, problems = setup(tiny, "")
+    assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
+    assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
     for first, s in zip(plain, twice, strict=True):
         assert (s.prompt, s.turns == 1) == (first.prompt, not first.stopped)
         assert s.ids[:len(first.ids)].tolist() == first.ids.tolist()
