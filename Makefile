@@ -1,7 +1,7 @@
 # make demo      pretrain a tiny model and train it by reinforcement learning here (ALGO=ppo or grpo, RANKS=2, SEED=0)
 # make gsm8k     teach Qwen2.5-0.5B-Instruct GSM8K on one 24-GB GPU (MODEL=, DATA=, EVAL=: folder and files, else the hub's)
 # make test      all checks in a fresh environment; needs the network once, to install
-# make plan      what the 7B recipe takes on 32 GPUs: batches, memory, disk
+# make plan      what the 7B recipe takes on 32 GPUs: batches, memory, disk, seconds
 # make bench     speed on this machine, 25 minutes on two cores; nothing else should run
 # make chaos     kill runs at random, 20 times; every one must end as if undisturbed (docs/faults.md has more)
 # make rehearse  the production layout, 4 torchrun agents of 8 ranks, on this machine; the debug layout continues it

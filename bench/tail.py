@@ -1,6 +1,6 @@
 """Seconds of rollouts with a few long responses: sampled whole, in rounds (--round_len), carried (--carry).
 
-    python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100, by its datasheet; two minutes
+    python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100, by the plan's speeds; two minutes
 
 A simulator. It knows the engines' cost of a decoding step by batch and context, and a distribution of
 lengths. It runs the rules of sampling in rounds on them: who goes on where, when a step has enough samples,
@@ -30,6 +30,7 @@ from bench.common import arguments
 from configs import PRESETS, Config
 from data import step_of
 from rollout import PROMPTS_PER_ENGINE, moves
+from tools import plan
 
 STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
 
@@ -172,17 +173,14 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     return draw
 
 
-# --- on H100s, by datasheet
-
-FLOPS = 0.35 * 989e12  # FLOP/s that training reaches of the peak; torchtitan: 33 to 39 % with an 8B model
-BANDWIDTH = 0.6 * 3.35e12  # bytes/s that are reached of the memory's
+# --- on H100s, by the plan's speeds
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     """The preset, and what its engine costs on H100s: a decoding step reads the weights and the cache."""
-    cfg = PRESETS[preset]
+    cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
-    hbm, flops = cfg.tp * BANDWIDTH, cfg.tp * FLOPS
+    hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
 
     def step(running, cached):
         return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)

@@ -395,15 +395,16 @@ def test_the_files_are_all_listed_and_import_only_downwards():
         assert name not in ("tools.plan", "configs") or "torch" not in roots, name
 
 
-def test_the_memory_and_disk_are_the_plans():
-    """Host memory and disk of each row are what tools/plan.py says today, and each fits."""
+def test_the_hours_are_the_plans():
+    """Host memory, disk and hours of each row are what tools/plan.py says today, and each fits."""
     (table,) = tables(README, "preset")
     seen = 0
-    for preset, devices, host, disk in table[1:]:
+    for preset, devices, host, disk, hours in table[1:]:
         count, _, gpu = devices.partition(" × ")
         flags = *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"
         said = json.loads(typed(["-m", "tools.plan", *flags]))
-        space = said["host and disk, GiB"]
+        seconds, space = said["estimated seconds"]["step"], said["host and disk, GiB"]
+        assert hours == f"{seconds['quarter length'] / 36:.1f} to {seconds['full length'] / 36:.1f}", preset
         assert (host, disk) == (f"{space['machine']:.0f} GiB", f"{space['disk, all']:.0f} GiB"), preset
         assert said["verdict"].startswith("fits"), preset
         seen += 1

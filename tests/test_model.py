@@ -11,7 +11,7 @@ from conftest import make_model
 from ranks import make_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import model
@@ -228,6 +228,19 @@ def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
+
+
+def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
+    """Their standard deviation is √D/(D + 1) = 0.017 for D = 3584, and not 1."""
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    p = data.pack(make_samples(8))
+    p = data.replace(p, tokens=p.tokens % 64, mask=torch.ones_like(p.mask))
+    with torch.no_grad():
+        spread = model.values(model.load_critic(str(tmp_path)), p).std()
+    assert 0.5 < spread * 3584**0.5 < 2
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, tiny):

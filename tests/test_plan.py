@@ -151,14 +151,18 @@ def test_memory_of_a_7b_by_hand():
         assert max(usage.values()) <= total <= sum(usage.values())
 
 
+def test_any_engine_but_torchs_is_counted_like_vllm():
+    c = case("orz-7b", world=32)
+    other, torchs = (dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine=kind))
+                     for kind in ("another", "torch"))
+    assert plan.memory(other) == plan.memory(c) != plan.memory(torchs)
+
+
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
     """vLLM keeps 0.5 GiB of a GPU while it sleeps, and in a sync. engines/vllm_engine.py copies the
     embedding where it is the head, and embedding and head where vLLM pads their rows to a multiple of 64 on
     each rank."""
-    c = case("orz-7b", world=32)
-    another = dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine="another"))
-    assert plan.memory(another) == plan.memory(c)  # any engine but PyTorch's is counted like vLLM
-    awake, asleep = memory(case("orz-7b", "--engine", "torch", world=32)), memory(c)
+    awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
     assert asleep["rollout"]["sleeping engine"] == 0  # its share of the GPU has it
@@ -169,7 +173,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():
-    """A small critic beside a 7B policy: its own parameters, no logits, fewer bytes."""
+    """A small critic beside a 7B policy: its own parameters, no logits, fewer bytes, fewer seconds."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
                    for critic in (seven, half))
@@ -177,6 +181,7 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
     of_policy = [[usage for phase, usage in plan.memory(c) if phase == "policy"] for c in (same, small)]
     assert of_policy[0] == of_policy[1] and len(of_policy[0]) > 1
     assert memory(small)["critic"]["weights"] == 4 * half.critic_params / 32
+    assert plan.seconds(small, 256, 2000)["critic"] < plan.seconds(same, 256, 2000)["critic"] / 7
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
@@ -215,6 +220,11 @@ def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(si
         assert whole == (fitting or [c.models[name].layers])[0]
 
 
+def test_orz_7b_recomputes_no_product_on_32_gpus():
+    for gpu, whole in (("H100", 0), ("H200", None)):
+        assert case("orz-7b", gpu=gpu, world=32).recompute == {"critic": whole, "policy": whole}
+
+
 def test_on_a_cpu_auto_counts_the_machines_memory():
     """Shared by its ranks; nothing is recomputed where it isn't known."""
     shape = plan.KNOWN["0.5b"]
@@ -223,6 +233,12 @@ def test_on_a_cpu_auto_counts_the_machines_memory():
     most, *_, least = peaks(c, "policy").values()
     for host, whole in ((0, None), (2.2 * most / 0.92, None), (2.02 * least / 0.92, shape.layers)):
         assert dataclasses.replace(c, host=host).recompute == {"policy": whole}
+
+
+def test_seconds_of_an_update_have_a_forward_pass_for_what_is_recomputed():
+    none, half, layers = (plan.seconds(case("orz-7b", "--recompute", mode), 256, 2000)["policy"]
+                          for mode in ("none", "14", "layers"))
+    assert half / none == pytest.approx(3.5 / 3) and layers / none == pytest.approx(4 / 3)
 
 
 MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_text())["rows"]
@@ -242,7 +258,7 @@ def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
             assert row["n_a_token"] <= 5.8
 
 
-# --- batches
+# --- batches and seconds
 
 
 def test_the_batches_of_orz_7b():
@@ -254,9 +270,21 @@ def test_the_batches_of_orz_7b():
     steps = -(-20 * 57000 // 128)
     assert (run["steps"], run["episodes"]) == (steps, 8192 * steps)
     assert models["updates"] == {"policy": steps, "critic": 12 * steps}
-    total, *items = table["memory of a rank, GiB"].values()
-    for phase, n in total.items():
-        assert n == pytest.approx(sum(item[phase] for item in items))
+
+
+def test_seconds_scale_as_their_formulas_do():
+    def phases(*argv, **how):
+        return plan.seconds(case("orz-7b", *argv, **how), 256, 2000)
+
+    h100, h200, a100 = (phases(gpu=g, world=32) for g in ("H100", "H200", "A100-80"))
+    assert h100["critic"] == pytest.approx(h200["critic"]) and h200["rollout"] < h100["rollout"]
+    assert h100["critic"] == pytest.approx(3 * h100["values"])  # backward costs two forward passes
+    assert a100["policy"] == pytest.approx(h100["policy"] * 989 / 312)
+    assert phases(world=64)["policy"] == pytest.approx(h100["policy"] / 2)
+    assert h100["policy"] > 8 * 7.6e9 * 8192 * 2256 / 32 / 989e12  # all ranks at their peak
+    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # the longest response alone
+    assert h100["step"] == pytest.approx(sum(v for k, v in h100.items() if k != "step"))
+    assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
 
 
 # --- does it fit?
@@ -268,20 +296,25 @@ def test_the_batches_of_orz_7b():
     "replicas": (dict(argv=("orz-7b", "--shard_ranks", "1"), world=32), "--shard_ranks 0"),
     "no offload": (dict(argv=("orz-7b", "--no_offload", "--engine_share", "0.8")), "--offload"),
     "share": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=32), "--engine_share"),
-    "engine": (dict(argv=("orz-32b", "--tp", "1"), world=128, model="32b", gpu="A100-40"), "--tp"),
+    "engine": (dict(argv=("orz-32b", "--tp", "1"), world=64, model="32b", gpu="A100-40"), "--tp"),
     "several flags": (dict(argv=("orz-7b", "--no_offload", "--pack_len", "262144", "--engine_share",
                                  "0.8")), "--offload --pack_len 8192"),
+    "ranks": (dict(argv=("orz-7b",), world=1), "4 ranks, 4 a machine"),
+    "ranks and a flag": (dict(argv=("orz-7b", "--engine_share", "0.15"), world=1), "--engine_share 0.25"),
 }.values())
 def test_what_cant_fit_is_refused_with_a_remedy_that_fits(how, flag):
     c = case(*how["argv"], **{k: v for k, v in how.items() if k != "argv"})
     assert plan.shortage(c) and "GiB" in plan.shortage(c)
     words = plan.remedy(c)
     assert flag in words, words
-    for name, _, value in (flag.strip().partition(" ") for flag in words.split("--")[1:]):
+    more, *flags = words.split("--")
+    if more:
+        ranks, _, local, *_ = more.split()
+        c = dataclasses.replace(c, world=int(ranks), local=int(local))
+    for name, _, value in (flag.strip().partition(" ") for flag in flags):
         value = type(getattr(c.cfg, name))(value or True)
         c = dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, **{name: value}))
     assert not plan.shortage(c)
-    assert plan.remedy(case("orz-7b", world=1)).startswith("more ranks, ")  # no flag helps
 
 
 def test_a_machine_with_too_little_memory_is_refused():
@@ -355,6 +388,19 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeyp
                 assert isinstance(n, str) or f" {n:,.1f}" in line or f" {n:,.0f}" in line, (section, name, n)
 
 
+def test_hours_are_those_of_all_steps():
+    """With responses of a quarter of their limit and of the full limit. Memory adds up to its total."""
+    c = case("orz-7b", "--layout", "production", world=32)
+    table = plan.plan_of(c)
+    run, step = table["run"], table["estimated seconds"]["step"]
+    assert step["quarter length"] == plan.seconds(c, 2048 / 8, 2000)["step"]
+    assert run["hours, quarter length"] == pytest.approx(c.steps * step["quarter length"] / 3600)
+    assert run["hours, full length"] == pytest.approx(c.steps * step["full length"] / 3600)
+    total, *items = table["memory of a rank, GiB"].values()
+    for phase, n in total.items():
+        assert n == pytest.approx(sum(item[phase] for item in items))
+
+
 def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, monkeypatch, capsys):
     folder = make_model(tmp_path / "m")
     (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 40)
@@ -362,6 +408,7 @@ def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, mon
                    "--device", "cpu", monkeypatch=monkeypatch, capsys=capsys)
     real = sum(p.numel() for p in model.load_policy(folder).parameters())
     assert said["models"]["parameters"]["policy"] == real and said["run"]["steps"] == 5
+    assert "estimated seconds" not in said
     with pytest.raises(UserError, match="no /no/such/config.json; needed: --model"):
         said_by("orz-7b", "--model", "/no/such", monkeypatch=monkeypatch, capsys=capsys)
     with pytest.raises(UserError, match="choice 'H1000' for argument '--gpu'. Expected one of .*H100"):

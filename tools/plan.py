@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: batches, memory and disk.
+"""What a run will need, before it starts: batches, memory, disk and seconds.
 
     python -m tools.plan orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
 
@@ -7,7 +7,7 @@ makes the same plan for the devices that it finds, prints the plan's first secti
 them.
 
 Memory is counted at the instants of a step when one rank's device may be fullest, as dist.py, model.py and
-train.py use it.
+train.py use it. Seconds are estimates from datasheets, right within a factor of about two.
 """
 
 import json
@@ -32,6 +32,8 @@ SLEEPING_ENGINE = 0.5 * GIB  # what vLLM keeps of a GPU at sleep level 2, withou
 LIBRARIES = 5 * GIB  # host memory of one rank's libraries: torch, CUDA, vLLM
 HOLES = 0.015  # unused memory between a pack's activations, as a share of them
 HEADROOM = 0.08  # share of a device that --recompute auto leaves free
+MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 33 to 39 % on H100s, 8B model
+BANDWIDTH = 0.6  # share of a datasheet's bandwidth that is reached
 ASSUMED_PROMPTS = 57_000  # prompts of an epoch where no data can be read: about ORZ's
 
 
@@ -41,16 +43,17 @@ class GPU(NamedTuple):
     name: str
     memory: float  # bytes, as torch reports them
     flops: float = 0.0  # FLOP/s, dense bf16
+    hbm: float = 0.0  # bytes/s from its own memory
 
 
 GPUS = {gpu.name: gpu for gpu in (
-    GPU("H100", 79.1 * GIB, 989e12),
-    GPU("H200", 139.8 * GIB, 989e12),
-    GPU("B200", 178.3 * GIB, 2250e12),
-    GPU("A100-80", 79.2 * GIB, 312e12),
-    GPU("A100-40", 39.4 * GIB, 312e12),
-    GPU("L40S", 44.4 * GIB, 362e12),
-    GPU("4090", 23.5 * GIB, 165e12))}
+    GPU("H100", 79.1 * GIB, 989e12, 3.35e12),
+    GPU("H200", 139.8 * GIB, 989e12, 4.80e12),
+    GPU("B200", 178.3 * GIB, 2250e12, 8.00e12),
+    GPU("A100-80", 79.2 * GIB, 312e12, 2.04e12),
+    GPU("A100-40", 39.4 * GIB, 312e12, 1.56e12),
+    GPU("L40S", 44.4 * GIB, 362e12, 0.86e12),
+    GPU("4090", 23.5 * GIB, 165e12, 1.01e12))}
 
 
 def gpu_of(device: str, memory: float) -> GPU:
@@ -336,7 +339,7 @@ def kv_tokens(case: Case) -> int:
     return int(_engine_memory(case)["KV cache"] / case.kv_bytes)
 
 
-# --- host and disk
+# --- host, disk, seconds
 
 
 def host_memory() -> float:
@@ -369,6 +372,36 @@ def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
             "disk, all": count * checkpoint + exports}
 
 
+def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
+    """Seconds of a step by phase, for prompts and responses of these mean lengths in tokens. Needs a GPU of
+    GPUS. Communication is not counted."""
+    cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
+    flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
+    tokens = cfg.samples_per_step * length / case.world  # of this rank
+    # A decode step reads the weights and the cache once. The longest response takes all its steps, even
+    # alone.
+    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // length))
+    read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
+    decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
+    longest = cfg.max_response_len * case.engine_weights / hbm
+    rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
+    times = {"rollout": max(rollout, longest)}
+    forward = {  # of each model, over this rank's tokens
+        name: forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length) / flops
+        for name, shape in case.models.items()}
+    if cfg.kl_coef:
+        times["ref"] = forward["policy"]
+    if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
+        times["old_logp"] = forward["policy"]
+    if "critic" in forward:
+        times["values"] = forward["critic"]
+    for name, shape in case.models.items():
+        # The backward pass costs two forward passes; recomputed layers cost one more.
+        passes = cfg.passes_per_step * (3 + (case.recompute[name] or 0) / shape.layers)
+        times[name] = passes * forward[name]
+    return times | {"step": sum(times.values())}
+
+
 # --- does it fit?
 
 
@@ -391,19 +424,28 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """The first flags that make the case fit and keep the algorithm."""
-    cfg = case.cfg
-    slower = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
+    """The first change that makes the case fit and keeps the algorithm: one flag, several flags, or more
+    ranks."""
+    cfg, node = case.cfg, case.local
+    if case.gpu and case.world <= node:  # one machine, which may have more GPUs
+        node = max(node, NODE)
+    free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
-    single = [{flag: value} for flag, value in slower.items()]
+    single = [{flag: value} for flag, value in free.items()]  # the free ones cost only speed
     single += [{"engine_share": share} for share in shares]
     single += [{"tp": n} for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
     single += [{"max_num_seqs": n} for n in (256, 128, 64, 32, 16, 8)]
-    for change in [*single, slower, *(slower | one for one in single)]:
-        if not shortage(replace(case, cfg=replace(cfg, **change))):
-            return " ".join(f"--{flag} {value}".removesuffix(" True") for flag, value in change.items()
-                            if getattr(cfg, flag) != value)
-    return "more ranks, a smaller --model, or devices with more memory"
+    changes = [base | one for base in ({}, free) for one in ({}, *single)]
+    for ranks in (case.world << doublings for doublings in range(11)):
+        local = min(ranks, node)
+        for change in changes:
+            if shortage(replace(case, world=ranks, local=local, cfg=replace(cfg, **change))):
+                continue
+            words = [f"{ranks} ranks, {local} a machine"] if ranks > case.world else []
+            words += [f"--{flag} {value}".removesuffix(" True") for flag, value in change.items()
+                      if getattr(cfg, flag) != value]
+            return " ".join(words)
+    return "a smaller --model, or devices with more memory"
 
 
 def verdict(case: Case) -> str:
@@ -428,7 +470,7 @@ def plan_of(case: Case) -> Plan:
         peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda usage: usage["total"])
     needs = host_need(case) | disk(cfg, **case.params)
     steps, samples = case.steps, cfg.samples_per_step
-    return {
+    plan = {
         "run": {
             "ranks": case.world, "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
             "prompts": case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
@@ -440,6 +482,13 @@ def plan_of(case: Case) -> Plan:
         "models": _columns({name: _model_rows(case, name) for name in case.models}),
         "memory of a rank, GiB": _columns(peaks),
         "host and disk, GiB": {name: n / GIB for name, n in needs.items()}}
+    if case.gpu and case.gpu.flops:
+        times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
+                 "full length": seconds(case, cfg.model_len - cfg.max_response_len, cfg.max_response_len)}
+        plan["estimated seconds"] = _columns(times)
+        for length, phases in times.items():
+            plan["run"][f"hours, {length}"] = steps * phases["step"] / 3600
+    return plan
 
 
 def _model_rows(case, name):
