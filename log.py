@@ -53,11 +53,6 @@ class Meter:
         stays 0 is not logged. Without `count` the metric is a sum."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
-    def mean(self, name: str) -> float:
-        """The mean `name` on this rank so far; 0 if nothing was added."""
-        total, count = dist.on_host(self.sums.get(name, torch.zeros(2))).tolist()
-        return total / max(count, 1)
-
     def add_max(self, name: str, x: Tensor | float) -> None:
         """Keep the largest x of metric `name`, over all calls and ranks."""
         x = self._double(x)

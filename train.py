@@ -610,14 +610,6 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
     return max(tokens, 1), max(responses, 1)
 
 
-# What the progress bars show, in Open-Reasoner-Zero's words: the step's means on this rank so far.
-BARS = {
-    "policy": {"pg": "policy_loss", "ret": "reward", "glen": "response_len", "tlen": "sample_len", "kl": "kl",
-               "act_lr": "lr/policy", "ent": "entropy"},
-    "critic": {"critic_loss": "value_loss", "values": "values", "critic_lr": "lr/critic"},
-}
-
-
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
     """The step's updates of policy or critic. `pack_loss` is policy_pack_loss or critic_pack_loss."""
@@ -630,9 +622,7 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
                 meter.add(f"lr/{role.name}", lr, 1)
                 for p in packs:
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
-                    if bar.update():  # drawn again, ten times a second at most: reading a number is a wait
-                        bar.set_postfix({label: f"{meter.mean(metric):.3g}"
-                                         for label, metric in BARS[role.name].items()})
+                    bar.update()
                 if role.name == "policy":
                     check_gap(meter, cfg)
                 update(role, packs, lr, step, cfg, meter, log)
