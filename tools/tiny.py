@@ -125,19 +125,19 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
 def build_task(task: Task, out: str, seed: int = 0) -> str:
     """Build a task's base model and its problems in a folder, unless it holds them; returns its path.
 
-    The folder appears at the end, complete. Raises UserError if it holds anything else.
+    The folder appears at the end, complete. Raises UserError for a folder of anything else.
     """
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
     if file.is_file() and config.items() <= json.loads(file.read_text()).items():
         return str(path)
-    require(not path.exists() or path.is_dir() and not any(path.iterdir()),
-            f"{path} is not the base model of {config}", "another folder, or remove this one")
+    require(not path.exists(), f"{path} is not the base model of {config}",
+            "another folder, or remove this one")
     new = path.with_name(f"{path.name}.new")  # an interrupted build leaves it; the next one goes over it
     new.mkdir(parents=True, exist_ok=True)
     _build(new, seed, task)
     (new / "tiny.json").write_text(json.dumps(config) + "\n")
-    new.rename(path)  # also onto an empty folder
+    new.rename(path)
     return str(path)
 
 
