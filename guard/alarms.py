@@ -4,7 +4,6 @@ to change.
     for text in new_alarms(log.history, cfg): print(text)
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -52,9 +51,6 @@ ALARMS = {
         lambda now, cfg: now["logp_gap/mean"] > 0.1 * cfg.max_logp_gap,
         "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token, and the run stops at "
         "--max_logp_gap {cfg.max_logp_gap:g}; try --dtype float32; where that doesn't help, it is an error"),
-    "finite": (
-        lambda now, cfg: bool(now["nonfinite"]),
-        "not finite: {now[nonfinite]}; stop the run, and look at samples/ and nonfinite/"),
     "grading": (
         lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
         "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
@@ -64,13 +60,12 @@ ALARMS = {
 
 def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     """The alarms that are active after the last step of `history`: name -> text."""
-    last, recent = history[-1], history[-MEAN_STEPS:]
+    recent = history[-MEAN_STEPS:]
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
         "first_entropy": next((row["entropy"] for row in history if "entropy" in row), NAN),
-        "longest": longest["response_len"], "reward_at_longest": longest["reward"],
-        "nonfinite": ", ".join(name for name, x in last.items() if not math.isfinite(x))})
-    for name in last:
+        "longest": longest["response_len"], "reward_at_longest": longest["reward"]})
+    for name in history[-1]:
         now[name] = fmean(row[name] for row in recent if name in row)
     return {name: text.format(now=now, cfg=cfg)
             for name, (active, text) in ALARMS.items() if active(now, cfg)}
