@@ -32,9 +32,9 @@ def _keys_of(rows, pattern):
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
-def _values_of(rows, key):
-    """The values of one metric, of the steps that have it."""
-    return [row[key] for row in rows if key in row]
+def _curve(rows, key):
+    """The values of one metric: step -> value."""
+    return {row["step"]: row[key] for row in rows if key in row}
 
 
 def _read_json(path):
@@ -44,18 +44,12 @@ def _read_json(path):
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
     """Groups runs whose config.json differs only in seed and out, under a name. A run without config.json is
-    alone. Runs are also one recipe if each has its own base model, in a folder that ends in -SEED, as the
-    demo's have."""
+    alone."""
     groups = {}
     for run in dict.fromkeys(runs):
-        config = _read_json(run / "config.json")
-        seed = config.pop("seed", "")
-        config.pop("out", None)
-        same = json.dumps(config) if config else str(run)
-        same_but_base = re.sub(rf'-{seed}(?=["/])', "-SEED", same)
-        group = groups.get(same) or groups.get(same_but_base) or []
-        group.append(run)
-        groups[same] = groups[same_but_base] = group
+        config = _read_json(run / "config.json") or {"run": str(run)}
+        same = json.dumps({field: value for field, value in config.items() if field not in ("seed", "out")})
+        groups.setdefault(same, []).append(run)
     return {f"{group[0]} ({len(group)} seeds)" if len(group) > 1 else str(group[0]): group
             for group in groups.values()}
 
@@ -104,7 +98,6 @@ def _draw(figure, title, lines, scale):
         figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
@@ -131,11 +124,6 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     figure.savefig(to)
 
 
-def _curve(rows, key):
-    """The values of one metric: step -> value."""
-    return {row["step"]: row[key] for row in rows if key in row}
-
-
 # --- text
 
 
@@ -148,20 +136,18 @@ def _shorten(text, most=66):
 def facts(run: Path) -> dict[str, str]:
     """A run in short: what was trained, for how long, and its reward and held-out accuracy."""
     rows, config = read_metrics(run), _read_json(run / "config.json")
-    seconds = _values_of(rows, "time/step")
-    solved = [row["step"] for row in rows if row.get("reward", 0) >= 0.9]
+    seconds = _curve(rows, "time/step").values()
     found = {
         "algorithm": f"{config.get('algo', '–')}, seed {config.get('seed', '–')}",
         "model": f"{config.get('model', '–')}",
         "steps": f"{len(seconds)} of {config.get('steps', '–')} in {sum(seconds) / 60:.1f} minutes",
         "seconds a step (median)": f"{statistics.median(seconds or [0]):.2f}",
-        "first step with reward 0.9": f"{solved[0] if solved else '–'}",
         "alarms": f"{len(read_jsonl(run / 'alarms.jsonl'))}"}
     for key in _keys_of(rows, "reward|eval/.+@.+"):
         curve = _curve(rows, key)
         best = max(curve, key=curve.get)
-        first, *_, last = [*curve.values()] * 2
-        found[key] = f"{first:.3f} → {last:.3f} (best {curve[best]:.3f} at step {best})"
+        values = list(curve.values())
+        found[key] = f"{values[0]:.3f} → {values[-1]:.3f} (best {curve[best]:.3f} at step {best})"
     return found
 
 
@@ -253,9 +239,8 @@ def _metrics(rows):
     """All metrics as an HTML table: name, and first, last, lowest and highest value."""
     table = [["metric", "first", "last", "lowest", "highest"]]
     for key in _keys_of(rows, "(?!step$).+"):
-        values = _values_of(rows, key)
-        table.append([key, *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in (
-            values[0], values[-1], min(values), max(values)))])
+        values = list(_curve(rows, key).values())
+        table.append([key, *(f"{x:.5g}" for x in (values[0], values[-1], min(values), max(values)))])
     return _table(table)
 
 
@@ -289,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors("tools.report"):
         args = parser.parse_args(argv)
         for run in args.runs:
-            require(bool(read_metrics(run)), f"{'no metrics in' if run.is_dir() else 'no folder'} {run}",
+            require(bool(read_metrics(run)), f"no metrics in {run}",
                     "the folder of a run that has logged a step (train.py's --out, with metrics.jsonl in it)")
         if len(args.runs) == 1:
             require(args.out is None, f"--out {args.out} with one run",
