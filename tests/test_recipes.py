@@ -503,7 +503,9 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     ("--temperature 0.1", "--temperature does nothing in evaluation; needed: a flag that python -m"),
     ("--samples_per_prompt=4", "--samples_per_prompt does nothing"), ("--model y", "--model does nothing"),
     ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
-    ("--reward math tags", "--reward tags does nothing"), ("--reward math=2", "--reward math=2 does nothing"),
+    ("--reward math tags", "--reward math tags has a weight, a part or a second grader"),
+    ("--reward math=2", "--reward math=2 has a weight"), ("--reward d@r.py:f tags", "d@r.py:f tags has"),
+    ("--reward math r.py:f", "--reward math r.py:f has"),
     ("--temprature 1", "no flag --temprature")])
 def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)) as e:
@@ -569,9 +571,8 @@ def outcome(argv) -> str:
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monkeypatch, capfd):
     """Together on two ranks, alone on one, bit by bit; two of one shape share an engine, the third needs its
-    own. Scores and errors are those of the samples, which are all in the file. A second evaluation gets a
-    numbered folder, and none is written over. The last lines compare the models; no line is over 80
-    columns."""
+    own. Scores and errors are those of the samples, which are all in the file. A folder with results is
+    refused. The last lines compare the models; no line is over 80 columns."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
@@ -582,8 +583,8 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
     assert max(map(len, lines)) <= 80
     rewards = []
     for i, (x, model) in enumerate(zip("abc", models, strict=True)):
-        run_ranks(1, main, [model, *argv])
-        together, alone = (Path(f"runs/eval/runs--{x}--policy/{name}") for name in ("sums", "sums-2"))
+        run_ranks(1, main, [model, *argv, "--out", f"alone/{x}"])
+        together, alone = Path(f"runs/eval/runs--{x}--policy/sums"), Path(f"alone/{x}")
         found, only = (json.loads((folder / "scores.json").read_text()) for folder in (together, alone))
         rows = read_jsonl(together / "samples.jsonl")
         assert {k: v for k, v in found.items() if k in only and k != "date"} | {"date": only["date"]} == only
@@ -607,9 +608,9 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
             words += f" {mean:+.4f} ± {error:.4f}"
         assert lines[i - 3].split() == words.split()
     assert len({values.mean() for values in rewards}) == 3
-    full = str(together)
-    assert run_ranks(2, outcome, [model, *argv, "--out", full]) == [
-        f"{full} is not empty; needed: an --out that is new or empty, or no --out"] * 2
+    for out in [], ["--out", str(together)]:
+        assert run_ranks(2, outcome, [model, *argv, *out]) == [
+            f"{together} is not empty; needed: an --out that is new or empty"] * 2
     assert json.loads((together / "scores.json").read_text()) == found
 
 
@@ -626,7 +627,7 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
     assert found in capfd.readouterr().out and Path("out/scores.json").is_file()
 
 
-def test_an_evaluation_that_fails_leaves_no_folder(base, tiny, tmp_path, monkeypatch):
+def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
     """A second model that is too short, or that vLLM can't take beside the first, is refused before the first
     is evaluated. One that lacks weights fails when they are loaded, and the first model's results stay."""
     monkeypatch.chdir(tmp_path)
@@ -640,7 +641,10 @@ def test_an_evaluation_that_fails_leaves_no_folder(base, tiny, tmp_path, monkeyp
     assert run_ranks(1, outcome, [tiny, "broken", *argv, "--engine", "vllm"]) == [
         f"vLLM takes models of one kind in a process, and broken differs from {tiny} in config.json, "
         "tokenizer or end tokens; needed: a command for each, or --engine torch"]
+    file = "short/config.json"
+    assert run_ranks(2, outcome, [tiny, *argv, "--out", file])[0].endswith(
+        f"can't write to {file} (File exists); needed: --out with a folder that can be written to")
     assert not Path("runs").exists()
     assert "parameters did not come" in run_ranks(1, outcome, [tiny, "broken", *argv])[0]
-    (folder,) = Path("runs/eval").glob("*/*")
-    assert (folder / "scores.json").is_file() and folder.parent.name == model_name(tiny)
+    (file,) = Path("runs/eval").glob("*/*/scores.json")
+    assert file.parent.parent.name == model_name(tiny)

@@ -17,7 +17,6 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
@@ -117,7 +116,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _tail(text, width):
     """The end of a text, padded to `width` columns."""
-    return (text if len(text) <= width else "…" + text[1 - width:]).ljust(width)
+    return text[-width:].ljust(width)
 
 
 def _decimals(value):
@@ -132,7 +131,6 @@ EVAL_FLAGS = tuple("""
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # the flags that an evaluation reads
-NO_SCORE = "out grade_workers stall_limit go verbose save_logps".split()  # flags that change no score
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
 Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
@@ -146,8 +144,8 @@ first such file; if there is none, only the first path is a model. Several
 models are evaluated one after the other with the same randomness, and each is
 compared with the first.
 
-Results go to --out, a folder that is new or empty; without it, to
-runs/eval/MODEL/DATA, or to DATA-2 if DATA exists.
+Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
+new or empty.
 """
 
 
@@ -173,8 +171,6 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         require(name in EVAL_FLAGS, f"--{name} does nothing in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
     check_reward(cfg)
-    require(not Path(cfg.out).is_dir() or not cfg.out or not os.listdir(cfg.out), f"{cfg.out} is not empty",
-            "an --out that is new or empty, or no --out")
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
     return [replace(cfg, model=model) for model in models]
@@ -191,14 +187,13 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError if --reward has more than one grader for a row, or a weight: an evaluation reports the
-    grader's value."""
+    """Raises UserError unless --reward has one grader for each row, and nothing else: an evaluation reports
+    the grader's value."""
     terms = terms_of(cfg)
-    first = next((t for t in terms if not t.dataset and (t.kind or t.custom)), None)
-    for t in terms:
-        name = (t.custom or t.kind or t.name) + (f"={t.weight:g}" if t.weight != 1 else "")
-        require(t.weight == 1 and (t.dataset != "" or t is first),
-                f"--reward {name} does nothing in evaluation", "one grader a row, without a weight")
+    shared = [t for t in terms if not t.dataset]
+    require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
+            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader, which does nothing in "
+            "evaluation", "one grader for each row")
 
 
 # --- results
@@ -207,28 +202,30 @@ def check_reward(cfg: Config) -> None:
 def model_name(path: str) -> str:
     """Name of a model in the folder of its results: its path from the working folder, or from the root if it
     is not in there, with `--` for `/`."""
-    whole = Path(os.path.abspath(path))
-    inside = whole.is_relative_to(Path.cwd()) and whole != Path.cwd()
-    return "--".join(whole.relative_to(Path.cwd()).parts if inside else whole.parts[1:])
+    inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
+    return inside.strip("/").replace("/", "--")
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Make and return the folder for the results of cfg.model, one of `models` models. Raises UserError if it
-    can't be made."""
+    """Folder for the results of cfg.model, one of `models` models. Raises UserError unless it is new or
+    empty."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
         folder = Path(cfg.out, name) if models > 1 else Path(cfg.out)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for count in itertools.count(1):
-            found = folder if count == 1 else folder.with_name(f"{folder.name}-{count}")
-            with suppress(FileExistsError):  # two evaluations at once get two folders
-                found.mkdir(exist_ok=bool(cfg.out))
-                return found
-    except OSError as e:
-        raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a folder that can be "
-                        "written to") from None
+    require(not folder.is_dir() or not os.listdir(folder), f"{folder} is not empty",
+            "an --out that is new or empty")
+    return folder
+
+
+def make_folders(folders: Sequence[Path]) -> None:
+    """Make the folders of the results. Raises UserError for one that can't be made."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a folder that can "
+                            "be written to") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,8 +260,8 @@ def engine_key(path: str, tokenizer: Any) -> tuple:
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """The facts that decide a model's scores: model, tokenizer, flags, versions; and the date."""
-    flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k not in NO_SCORE}
+    """How a model was evaluated: model, tokenizer, flags, versions, date."""
+    flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": engine_kind(c.cfg, engine.device), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     used = {"math-verify": version_of("math-verify")}
@@ -282,15 +279,13 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
     """Raises UserError for a model that the engine can't run, and for models that vLLM can't hold in one
     process, before the first one is evaluated."""
+    first = candidates[0]
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
-    first = candidates[0]
-    if engine_kind(first.cfg, world.device) == "vllm":  # a process can't start it twice
-        for c in candidates:
-            require(c.engine_key == first.engine_key,
-                    f"vLLM takes models of one kind in a process, and {c.cfg.model} differs from "
-                    f"{first.cfg.model} in config.json, tokenizer or end tokens",
-                    "a command for each, or --engine torch")
+        require(c.engine_key == first.engine_key or engine_kind(c.cfg, world.device) != "vllm",
+                f"vLLM takes models of one kind in a process, and {c.cfg.model} differs from "
+                f"{first.cfg.model} in config.json, tokenizer or end tokens",
+                "a command for each, or --engine torch")
 
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
@@ -327,7 +322,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
 def main(argv: Sequence[str]) -> None:
     """`python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]`: see ABOUT. Raises UserError."""
     cfgs = eval_configs(argv)
-    cfg = cfgs[0]
+    cfg, folders = cfgs[0], [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
     say = print if world.main else lambda text: None
@@ -336,14 +331,9 @@ def main(argv: Sequence[str]) -> None:
     check_candidates(candidates, world)
     with make_grader(cfg) as grader:
         for name, problems in candidates[0].sets.items():  # the other models have the same gold answers
-            check_gold(name, problems, grader, candidates[0].cfg, world, say_once)
-        made = dist.together(lambda: [result_folder(cfg, len(cfgs)) for cfg in cfgs if world.main])
-        try:
-            evaluate_all(candidates, dist.gather(made)[0], grader, world, say)
-        finally:
-            for folder in made if not cfg.out else ():
-                with suppress(OSError):  # only an empty one is removed: a failed evaluation leaves nothing
-                    folder.rmdir()
+            check_gold(name, problems, grader, cfg, world, say_once)
+        dist.together(lambda: make_folders(folders if world.main else ()))
+        evaluate_all(candidates, folders, grader, world, say)
 
 
 if __name__ == "__main__":
