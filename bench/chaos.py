@@ -1,7 +1,7 @@
 """Disturbs training again and again. Every run must end as the undisturbed run, equal bit for bit.
 
     python -m bench.chaos [--runs 20]                       # kill -9 of a random rank in a random phase
-    python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md tells them
+    python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # a node is lost, agent and ranks, and comes back
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
