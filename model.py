@@ -541,11 +541,11 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The folder's tokenizer. Raises UserError where there is none."""
-    load_config(path)  # refuses a family before transformers reads its config here
+    """The folder's tokenizer. Raises UserError where there is none, and as load_config does."""
     # Without these files transformers would make up a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
+    load_config(path)  # AutoTokenizer reads the config too, and some families' configs raise there
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
