@@ -357,8 +357,11 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
     outgoing = [{} for _ in range(td.get_world_size())]
     for key, sample in zip(keys, samples, strict=True):
         outgoing[rank_of[key]][key] = sample
-    arrived = {key: sample for box in exchange(outgoing) for key, sample in box.items()}
-    return [[[arrived[key] for key in pack] for pack in minibatch[td.get_rank()]] for minibatch in layout]
+    rank = td.get_rank()
+    arrived, outgoing[rank] = outgoing[rank], {}  # samples that stay are not pickled
+    for box in exchange(outgoing):
+        arrived |= box
+    return [[[arrived[key] for key in pack] for pack in minibatch[rank]] for minibatch in layout]
 
 
 # --- phases: time, and the end of a hang

@@ -272,8 +272,12 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
         text = tokenizer.decode([*tail, *after[:tokens]])
         return [text.count(s) for s in stop]
 
-    if not stop or count(len(after)) == count(0):  # nearly always
+    if not stop:
         return 0
-    counts = [count(tokens) for tokens in range(len(after) + 1)]
-    ends = (i for i in range(1, len(counts)) if any(map(operator.gt, counts[i], counts[i - 1])))
-    return next(ends, 0)
+    previous, whole = count(0), count(len(after))
+    for i in range(1, len(after) + 1) if whole != previous else ():  # nearly always they are equal
+        now = whole if i == len(after) else count(i)
+        if any(map(operator.gt, now, previous)):
+            return i
+        previous = now
+    return 0

@@ -256,6 +256,7 @@ class Logger:
     def _write(self, step):
         """Write the unwritten rows to TensorBoard and metrics.jsonl. If the disk is full, they are kept: it
         may have room at the next step, or at the end."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -263,8 +264,8 @@ class Logger:
                 row = self.unwritten[0]
                 if self.writer is None:  # TensorBoard hides what earlier writers logged from this step on
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
-                for name, x in row.items():
-                    self.writer.add_scalar(name, x, row["step"])
+                values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
+                self.writer.file_writer.add_summary(Summary(value=values), row["step"])  # one event
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:

@@ -261,8 +261,8 @@ AttentionInterface.register("torz", packed_attention)
 class ChunkedLogProbs(torch.autograd.Function):
     """log p and entropy of a linear head's softmax, in fp32, with at most CHUNK_BYTES of logits at once.
 
-    Only the inputs are kept for the backward pass. It computes the logits again, which costs one more product
-    with the head.
+    Forward keeps its inputs and the last chunk's log-softmax. Backward computes the logits of the other
+    chunks again, which costs one more product with the head.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,).
     """
@@ -270,28 +270,36 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
+        log_softmax = None
         for c in chunks(len(targets), len(weight)):
+            del log_softmax  # frees the memory before the next chunk needs it
             log_softmax = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
             logp[c] = log_softmax.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
-            del log_softmax  # frees the memory before the next chunk needs it
         ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.last = temperature, log_softmax
+        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is None
         return logp, entropy
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy):
         hidden, weight, targets, entropy = ctx.saved_tensors
+        g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
         g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for c in chunks(len(targets), len(weight)):
-            log_softmax = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
+        for c in reversed(chunks(len(targets), len(weight))):
+            log_softmax, ctx.last = ctx.last, None
+            if log_softmax is None:
+                log_softmax = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
             # z: logits, p: softmax, y: target, H: entropy.
             # d log p_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
-            g = log_softmax.exp().neg_()
-            g *= log_softmax.add_(entropy[c, None]).mul_(g_entropy[c, None]).add_(g_logp[c, None])
+            g = log_softmax.exp()
+            if g_entropy is None:
+                g *= -g_logp[c, None]
+            else:
+                g *= log_softmax.add_(entropy[c, None]).mul_(g_entropy[c, None]).add_(g_logp[c, None]).neg_()
             g.scatter_add_(1, targets[c, None], g_logp[c, None])
-            del log_softmax
             g = g.div_(ctx.temperature).to(weight.dtype)
+            del log_softmax
             g_hidden[c] = g @ weight
             g_weight += g.t() @ hidden[c]
             del g
