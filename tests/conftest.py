@@ -1,4 +1,4 @@
-"""What the tests share: tiny random models on disk, processes that are ranks, and whole runs."""
+"""Fixtures and helpers of several test files: tiny random models, processes that act as ranks, whole runs."""
 
 import dataclasses
 import json
@@ -50,18 +50,19 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, fa
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """Folder of a random model whose head is its embedding."""
+    """Returns the folder of a random model that shares one weight between head and embedding."""
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory) -> str:
-    """Folder of a random model with a head of its own."""
+    """Returns the folder of a random model with separate weights for head and embedding."""
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version):
-    """`n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), as they end."""
+    """Returns `n` responses of at most `max_tokens` tokens to each prompt (prompt_id -> tokens), in the order
+    in which they end."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
 
@@ -73,11 +74,11 @@ def responses(engine, prompts, n, temperature, max_tokens, key, version):
 
 
 def _rank(target, rank, world, port, file, args):
-    """The main function of a rank's process: save what target(*args) returns to `file`."""
+    """The main function of a rank's process. It saves the result of target(*args) to `file`."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # tqdm's own lock is one for all forked processes: a rank killed while it draws would stop all later ones.
+    # Forked processes share tqdm's lock. A rank killed while it draws would block all later ranks.
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()
@@ -85,8 +86,8 @@ def _rank(target, rank, world, port, file, args):
 
 
 def start_ranks(world: int, target, *args):
-    """Start `world` processes that see torchrun's environment and run target(*args). Returns the processes,
-    and the temporary folder in which each leaves what its target returned."""
+    """Start `world` processes that see torchrun's environment and run target(*args). Returns the processes
+    and a temporary folder; each process saves its result there."""
     import multiprocessing as mp
     import socket
     import tempfile
@@ -105,7 +106,7 @@ def start_ranks(world: int, target, *args):
 
 
 def run_ranks(world: int, target, *args):
-    """Run target(*args) in `world` new processes. Returns what each of them returned, in rank order."""
+    """Run target(*args) in `world` new processes. Returns the results in rank order."""
     processes, folder = start_ranks(world, target, *args)
     with folder:
         for p in processes:
@@ -136,7 +137,8 @@ def respond(problem, text, turn):
 
 @pytest.fixture(scope="session")
 def base(tiny, tmp_path_factory):
-    """A config: 4 steps of PPO, a random model, 40 sums, a dense reward, a save and evaluation every 2."""
+    """A config: 4 steps of PPO on 40 sums, random model, dense reward; a save and an evaluation every 2
+    steps."""
     from configs import PRESETS
 
     folder = tmp_path_factory.mktemp("data")
@@ -152,7 +154,7 @@ def base(tiny, tmp_path_factory):
 
 
 def run(cfg, out, ranks=1):
-    """Train. Returns the metrics, and the weights of the exported policy by name."""
+    """Train. Returns the metrics and the exported policy's weights by name."""
     from ranks import main
     from safetensors.torch import load_file
 
@@ -164,7 +166,7 @@ def run(cfg, out, ranks=1):
 
 
 def maths(rows):
-    """The metrics that do not depend on clock and memory: two equal runs have them equal."""
+    """Returns the metrics that do not depend on time and memory. These are equal for equal runs."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 

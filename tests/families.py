@@ -35,7 +35,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_posit
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
-# A model's name, which starts with its type up to the first `-`: the settings that differ from COMMON.
+# Model name -> settings that differ from COMMON. The name up to the first `-` is the model type.
 MODELS = {
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
     "qwen2-untied": dict(),
@@ -66,7 +66,7 @@ MODELS = {
 }
 
 
-KEPT = []  # vLLM's engines: one that is freed destroys state that the next one shares
+KEPT = []  # keeps vLLM's engines alive: freeing an engine destroys state shared with the next one
 
 
 def make(folder: Path, name: str) -> str:
@@ -91,14 +91,14 @@ def make(folder: Path, name: str) -> str:
 
 
 def original(path: str) -> torch.nn.Module:
-    """transformers' own model of the folder, in fp32, with its own attention and without dropout."""
+    """Returns transformers' model of the folder in fp32, with transformers' attention and without dropout."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Log-probs (T,) in the layout of data.pack(samples), from transformers' model on one sample at a time;
-    0 for prompts."""
+    """Returns log-probs (T,) in the layout of data.pack(samples); prompts have 0. transformers' model
+    computes them for one sample at a time."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -108,8 +108,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Largest difference in log-probs (nats), and in any parameter's gradient (share of its norm), between
-    our model in training mode and transformers', on a pack of nine samples that share prefixes."""
+    """Returns the largest difference between our model in training mode and transformers' model, in log-probs
+    (nats) and in gradients (share of the gradient's norm). The pack has nine samples that share prefixes."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -125,7 +125,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Largest difference of the model's buffers from those that transformers' from_pretrained makes."""
+    """Returns the largest difference between the model's buffers and those of from_pretrained."""
     theirs = dict(original(path).named_buffers())
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -133,9 +133,9 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Largest difference between an engine's log-probs of its own samples and the trainer's, in nats: with
-    the folder's weights, and after a sync of others. Prompts differ in length, and some are longer than a
-    window. `kind`: torch or vllm; vLLM needs a process with dist.init, and the engine stays in it."""
+    """Returns the largest difference in nats between an engine's log-probs of its samples and the trainer's,
+    before and after a sync of new weights. Prompts differ in length; some are longer than a window. `kind`:
+    torch or vllm. vLLM needs dist.init in this process, and the engine stays in memory."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -156,21 +156,21 @@ def compare_engine(path: str, kind: str) -> float:
 
 
 def compare_vllm(paths: list[str]) -> list[float]:
-    """compare_engine of each folder with vLLM, in turn, in this process."""
+    """Returns compare_engine with vLLM for each folder, one after the other, in this process."""
     dist.init("cpu", "float32")
     return [compare_engine(path, "vllm") for path in paths]
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Round the weights to what an export keeps."""
+    """Round the weights to bfloat16, the precision of an export."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Largest differences of what was exported and loaded again: the policy's log-probs (transformers), the
-    critic's values before each sample's last token (transformers), and all of its values (ours)."""
+    """Returns the largest differences after export and loading: the policy's log-probs (transformers), the
+    critic's values before each last token (transformers), and all of the critic's values (ours)."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -187,8 +187,8 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """(N,) what transformers' class for the exported critic says of each sample without its last token. A
-    family without a sequence classifier has its backbone's state multiplied with the critic's head."""
+    """Returns (N,) the exported critic's value of each sample without the last token, by transformers' class.
+    If a family has no sequence classifier, this multiplies the backbone's state by the critic's head."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -36,7 +36,7 @@ from rollout import make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Random graded samples of several lengths, four per prompt. The first two of a prompt share a prefix."""
+    """Returns random graded samples of several lengths, four a prompt; the first two share a prefix."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -54,8 +54,8 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Start on the store of torchrun's agent at `port`; rank `late` is one second later than the other.
-    Returns a sum over the ranks, and whether the key of an earlier start is visible. Stores that key."""
+    """Start on the store of torchrun's agent at `port`, and store a key. Rank `late` starts one second later.
+    Returns a sum over the ranks, and whether the key of an earlier start is visible."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -69,13 +69,13 @@ def meet(port: int, late: int) -> tuple[int, bool]:
 
 
 def all_gradients(jobs) -> list[dict]:
-    """gradients(cfg, samples) of each job, all in one process."""
+    """Returns gradients(cfg, samples) of each job. All jobs run in one process."""
     return [gradients(*job) for job in jobs]
 
 
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
-    """Whole gradients of one policy update and one critic update on all samples, by the functions of
-    train.py. Also "metrics", and "packs": this rank's number of packs."""
+    """Returns unsharded gradients of one policy update and one critic update on all samples, computed by
+    train.py. Also returns "metrics", and "packs": this rank's number of packs."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
@@ -106,12 +106,12 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, for one that may be sharded."""
+    """Returns the whole tensor, also of a sharded one."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """What dist.full_weights yields for a model that is sharded over the ranks, by name."""
+    """Returns the weights by name that dist.full_weights yields for a model sharded over the ranks."""
     world = dist.init("cpu", "float32")
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -123,8 +123,9 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """This rank's shards of a policy and of its optimizer's state after three updates: first with moves from
-    host to device and back around each of them and around a look at all weights, then without."""
+    """Returns this rank's shards of a policy and its optimizer state after three updates. The first result
+    moves both between host and device around each update and around a read of all weights. The second never
+    moves."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -149,7 +150,7 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
 
 
 def resolved(name: str) -> str:
-    """What model.resolve returns, or its error."""
+    """Returns the result or the error of model.resolve."""
     dist.init("cpu", "float32")
     try:
         return model.resolve(name)
@@ -158,7 +159,7 @@ def resolved(name: str) -> str:
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
-    """Log-probs of make_samples(5) by each of these models, sharded over the ranks."""
+    """Returns log-probs of make_samples(5) by each of the models. Each model is sharded over the ranks."""
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
@@ -178,9 +179,9 @@ def in_bf16(path: str) -> tuple[float, bool]:
 
 
 def main(cfg, with_report: bool = False) -> str:
-    """Train. Returns the message of a user's mistake, or "". Without the report a run takes a second less."""
+    """Train. Returns a user error's message, or "". Writes no report, which saves one second a run."""
     if not with_report:
-        train.report.write_report = lambda folder: None  # in this process, which ends with the run
+        train.report.write_report = lambda folder: None  # this process ends with the run, so no other run is affected
     try:
         train.main(cfg)
     except UserError as e:
@@ -189,8 +190,8 @@ def main(cfg, with_report: bool = False) -> str:
 
 
 def restored(cfg, out) -> dict:
-    """Resume from the newest checkpoint of `out`. Returns the steps done, and by name the whole weights and
-    the whole tensors of the optimizers' state."""
+    """Resume from the newest checkpoint of `out`. Returns the number of finished steps, and by name the
+    unsharded weights and optimizer tensors."""
     policy, critic, _ = train.load_models(cfg, dist.init("cpu", "float32"))
     models = {role.name: (role.model, role.optimizer) for role in (policy, critic)}
     path = ckpt.find(out, "auto")
@@ -204,8 +205,9 @@ def restored(cfg, out) -> dict:
 
 
 def prepared(cfg) -> dict | str:
-    """The start, message and tensors of a run before its first step: whole weights, and whole optimizer
-    state. Or the message of a user's mistake."""
+    """Prepare a run up to its first step. Returns the first step's number, the start message, and the
+    unsharded weights and optimizer state by name. Returns the message instead if a user error ends the
+    start."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -229,8 +231,8 @@ def stopped(cfg, after: int) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Train as on two hosts: rank 1 has another host name, and the folder `other` where rank 0 has `folder`.
-    Returns "no root" where this user can't do that."""
+    """Train as on two hosts: rank 1 has another host name and sees the folder `other` as `folder`. Returns
+    "no root" if this user may not do that."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -246,8 +248,9 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Updates whose gradient is not finite. Returns whether the first one left weights and optimizer state
-    unchanged, whether a finite one after it moved the weights, and the error of the third in a row."""
+    """Run updates with gradients that are not finite. Returns whether the first one left weights and
+    optimizer state unchanged, whether a finite update after it moved the weights, and the error of the third
+    in a row."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()
@@ -269,7 +272,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def stopped_in_resampling(cfg) -> str:
-    """Train. Rank 1 gets SIGUSR1 a second after it began to sample; rank 0 does not know."""
+    """Train. Rank 1 gets SIGUSR1 one second after it began to sample. Rank 0 gets no signal."""
     def send() -> None:
         while dist.CURRENT.name != "rollout":
             time.sleep(0.01)
@@ -282,7 +285,7 @@ def stopped_in_resampling(cfg) -> str:
 
 
 def gap_checked(cfg, gap: float) -> str:
-    """What train.check_gap says about engine and trainer that differ by `gap` nats a token."""
+    """Returns the result of train.check_gap if engine and trainer differ by `gap` nats a token."""
     dist.init("cpu", "float32")
     meter = Meter()
     meter.add("logp_gap/mean", gap, 1)
@@ -294,7 +297,7 @@ def gap_checked(cfg, gap: float) -> str:
 
 
 def with_heartbeat(cfg, seconds: float) -> str:
-    """Train, and renew the lock of the folder every so many seconds."""
+    """Train, and renew the folder's lock every few seconds."""
     lock.HEARTBEAT = seconds
     return main(cfg)
 
@@ -314,8 +317,8 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """The prompts of step 0 as drawn and after replacement, this rank's rewards by prompt_id, and the number
-    of groups that were measured."""
+    """Returns the prompts drawn for step 0, the prompts after replacement of uniform groups, this rank's
+    rewards by prompt_id, and the number of measured groups."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -329,7 +332,7 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """By key, the tokens of this rank's trajectories with turns of an environment, in rounds of 5 tokens."""
+    """Returns by key the tokens of this rank's trajectories with turns, in rounds of 5 tokens."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -341,7 +344,7 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
 
 
 def checked(engine, policy, prompts) -> tuple[str, float]:
-    """What the self-check says: an error or "", and the largest gap in nats."""
+    """Returns the self-check's error or "", and the largest gap in nats."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -351,7 +354,7 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """This rank's samples of its engine, by temperature and (prompt_id, sample_id), its trajectories with
+    """Returns this rank's engine samples by temperature and (prompt_id, sample_id), its trajectories with
     turns in rounds, and the self-check's result."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
@@ -380,7 +383,7 @@ def engine_samples(cfg, prompts, env: str) -> dict:
 
 
 def mistakes(commands: list[list[str]]) -> list[str]:
-    """The message that each command line ends with, as if vllm was not installed."""
+    """Returns the error message of each command line. vLLM counts as not installed."""
     sys.modules["vllm"] = None  # importing it raises ImportError
     messages = []
     for argv in commands:
@@ -393,7 +396,7 @@ def mistakes(commands: list[list[str]]) -> list[str]:
 
 
 def first_rows(cfgs):
-    """The metrics of each run, which are started one after the other in this process."""
+    """Train the runs one after the other in this process. Returns the metrics of each run."""
     from log import read_metrics
 
     out = []
@@ -404,7 +407,7 @@ def first_rows(cfgs):
 
 
 def gold_check(cfg) -> list[str]:
-    """What check_gold says of cfg's data, and the message that it raises, if any."""
+    """Returns the result of check_gold for cfg's data, and its error message if it raises."""
     from rollout import load_sets
 
     world, said = dist.init("cpu", "float32"), []

@@ -1,5 +1,5 @@
-"""bench/tasks.py, bench/ablations.py: problems are right, base models slip, intervals cover the truth, wrong
-estimators are wrong."""
+"""Tests of bench/tasks.py and bench/ablations.py: problems have right answers, base models err, intervals
+cover the truth, and wrong estimators fail."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from data import Sample
 from engines import torch_engine
 from tools import tiny
 
-# The tasks' own functions, without a style around them.
+# Task -> (function that works out a problem, function that returns problems).
 WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.two_digits),
          "countdown": (tasks.countdown, tasks.countdowns), "think": (tasks.think, tasks.think_pairs),
          "sums": (tasks.sums, tasks.two_digits)}
@@ -31,7 +31,7 @@ WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.
 
 @pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
-    """Without slips. What the thought ends with is the answer."""
+    """Without slips, every equation of a worked solution holds, and the last one gives the answer."""
     rng, (work, problems) = random.Random(1), WORKS[task]
     for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
@@ -57,7 +57,7 @@ def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
     for numbers in task.problems(rng)[:500]:
         gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
         right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
-    least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)  # its tries are hard to copy
+    least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)  # a base model rarely copies countdown's attempts right
     assert least < fmean(right) < most
 
 
@@ -80,7 +80,7 @@ def test_a_base_model_is_a_function_of_task_and_seed_and_nothing_is_overwritten(
                            for name in ("train", "heldout"))
     assert len(held_out) == tiny.HELD_OUT and not held_out & train_set
     (path / "notes").write_text("mine")
-    assert tasks.build(str(path), "countdown") == str(path)  # it is that model already
+    assert tasks.build(str(path), "countdown") == str(path)  # the folder already has this model
     other = Path(tiny.build(f"{tmp_path}/other"))
     weights = (other / "model.safetensors").read_bytes()
     for out, seed in ((path, 0), (other, 1), (tmp_path, 0)):
@@ -104,7 +104,7 @@ def row(accuracy, rewards=(0.5,) * 10):
 
 
 def test_a_difference_is_paired_by_seed():
-    """Seeds differ by far more than the variant's effect, 0.02; seeds of one side alone don't count."""
+    """Seeds differ by far more than the variant's effect, 0.02. A seed of only one side is ignored."""
     reference = {seed: row(0.1 * seed) for seed in range(8)}
     variant = {seed: row(0.1 * seed + 0.02 + 0.001 * (seed % 2)) for seed in range(6)} | {20: row(0.0)}
     runs = {("chain", "grpo"): reference, ("chain", "x"): variant}
@@ -123,7 +123,7 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """Rewards fall at step 10, so the mean of five steps is below half of the best from step 13 on."""
+    """Rewards fall at step 10. From step 13 on, the mean of five steps is below half of the best mean."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]
@@ -143,7 +143,7 @@ def test_recipes_differ_by_more_than_their_intervals():
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
-    """All of them were made with the settings of now. Otherwise: python -m bench.ablations"""
+    """Committed runs have today's settings; the tables show them. Update: python -m bench.ablations"""
     rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
     plan = ablations.plan_of(ablations.matrix(), dict.fromkeys(ablations.TASKS, "base"))
     made = {(row["task"], row["variant"], row["seed"]) for row in rows}
@@ -182,14 +182,14 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
 
 @pytest.fixture
 def restored(monkeypatch):
-    """What the patches change is put back after the test."""
+    """After the test, restores the functions that variants replaced."""
     for module, name in [*ablations.HOOKS.values(), (train, "counts"), (train, "policy_pack_loss"),
                          (train, "add_group_advantages"), (train, "rollout")]:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def gradient():
-    """Of GRPO's loss for a pack of two segments, at the old policy."""
+    """Returns the gradient of GRPO's loss at the old policy, for a pack of two segments."""
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
     mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
@@ -204,7 +204,8 @@ def test_without_the_stop_gradient_nothing_is_learned(restored):
 
 
 def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
-    """The one of docs/forking.md: the group's median is the baseline."""
+    """`--vary FILE:NAME` replaces group_advantages with the function from docs/forking.md. Its baseline is
+    the group's median."""
     file, text = tmp_path / "my.py", (ablations.ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def advantage(" in block]
     file.write_text(code)
@@ -220,7 +221,8 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """Of five steps, and the evaluation after them. The noise moves log-probs of what was sampled."""
+    """During five steps the engine samples with stale weights; the evaluation after the last step uses the
+    newest. Noise changes the log-probs of the samples."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):
@@ -238,7 +240,8 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """The gradient of packs with 4 and 12 tokens: each token counts 1/16, or 1/8 and 1/24."""
+    """Two packs have 4 and 12 tokens. The right gradient weighs each token 1/16; the mean of the packs' means
+    weighs tokens 1/8 and 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

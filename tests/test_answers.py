@@ -16,7 +16,7 @@ from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
-# A response, and what each extractor reads in it. "whole" always reads all that follows the thought.
+# A response, and the answer that each extractor reads. "whole" always reads everything after the thought.
 FORMATS = [
     (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
     (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",
@@ -87,7 +87,7 @@ def test_extractors_have_names_and_others_are_refused():
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
     r"<answer>\boxed{1}</answer>", "\\"])
 def test_every_extractor_takes_linear_time(name, unit):
-    """100 kB take 20 times what 5 kB take if linear, else 400 times."""
+    """Extraction is linear: 100 kB take 20 times as long as 5 kB. Quadratic: 400 times."""
     def seconds(size):
         text = f"<answer>{unit * (size // len(unit))}</answer>"
         start = time.process_time()
@@ -295,8 +295,8 @@ def test_near_misses_are_wrong(gold, answer):
 
 @pytest.mark.parametrize("line", RIGHT, ids=lambda line: line[0])
 def test_rewrites_equal_one_another(line):
-    """Equality does not depend on which of two ways of writing is the gold answer. Units and names aside: two
-    answers without them may each equal a third with other ones."""
+    """Equality is symmetric: swapping response and gold answer changes no grade. It is transitive except for
+    units and names: two answers without a unit may equal a third one with different units."""
     if not any(mark in " ".join(line) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
         assert all(grade(a, b) for a in line for b in line)
 

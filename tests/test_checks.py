@@ -1,4 +1,4 @@
-"""A mistake is refused before it costs anything: by any rank, with one line that names the host; and a folder
+"""Start checks: any rank refuses a mistake before work begins, with one line that names the host. A folder
 belongs to one run at a time."""
 
 import dataclasses
@@ -33,7 +33,7 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """The line that two ranks end with, where rank 1 is on the host "other" and sees `other` as `folder`."""
+    """Returns the error line of two ranks. Rank 1 is on the host "other" and sees `other` as `folder`."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -43,7 +43,7 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """Two hosts see different disks under the same name, as with a folder that is not shared."""
+    """Two hosts see different disks under the same path, because the folder is not shared."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: this host doesn't see {tmp_path}/o as rank 0 on {HOST} does; needed: ")
@@ -51,7 +51,7 @@ def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
 
 @pytest.mark.parametrize("differs", ["--data", "--model", "--eval_data here-train"])
 def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
-    """One problem fewer, one weight changed or one more held-out problem on one host."""
+    """One host has one problem fewer, one changed weight, or one more held-out problem."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         shutil.copytree(base.model if differs == "--model" else Path(base.data[0]).parent, folder)
@@ -65,7 +65,7 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
 
 
 def test_a_mistake_on_one_host_is_the_line_that_all_show(base, tmp_path):
-    """Rank 1's host lacks the data: its line, with its name, and not rank 0's silence."""
+    """Only rank 1's host lacks the data. Both ranks show rank 1's error, with its host name."""
     shutil.copytree(Path(base.data[0]).parent, tmp_path / "here")
     (tmp_path / "empty").mkdir()
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), data=(f"{tmp_path}/here/train.jsonl",))
@@ -82,7 +82,7 @@ def test_ranks_that_would_resume_from_other_checkpoints_are_refused(base, two_ra
 
 
 def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
-    """It stands below torchrun's own report, and no traceback of ours is anywhere."""
+    """The error line stands below torchrun's own report. Nothing shows a traceback of torz."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          f"{ROOT}/train.py", "tiny-ppo", "--model", f"{tmp_path}/none", "--out", f"{tmp_path}/o"],
@@ -106,7 +106,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """A lock file in `folder`, of a process of another host unless `owner` says."""
+    """Writes a lock file to `folder`. The lock's owner is a process of another host, or `owner`."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1", "id": "x"} | owner))
@@ -129,8 +129,8 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """The lock of a process that is gone on this host counts for nothing, and neither does that of one whose
-    number another process has now."""
+    """If the lock's owner on this host is dead, a new run takes the lock. This also holds if another process
+    now has the owner's process id."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -145,8 +145,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """At once, where the last one is old; where it is new, after DEAD seconds without another one. With
-    heartbeats the folder is refused."""
+    """A run takes over another host's lock at once if the last heartbeat is old. If it is recent, the run
+    waits DEAD seconds for another heartbeat. Only a new heartbeat refuses the folder."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -170,7 +170,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
 
 
 def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path):
-    """As after an hour's sleep of its host. It must not write any more."""
+    """A run that lost its folder's lock, for example while the host slept, ends and writes nothing."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
     (process,), folder = start_ranks(1, ranks.with_heartbeat, cfg, 0.1)
     with folder:
@@ -182,7 +182,7 @@ def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path):
 
 
 def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
-    """The files of somebody else stay; other files than those that a run writes are no hindrance."""
+    """A folder whose config.json no run wrote is refused and unchanged. Other files are allowed."""
     (tmp_path / "config.json").write_text("{}")
     cfg = dataclasses.replace(base, out=str(tmp_path), steps=1)
     assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]
@@ -192,7 +192,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 
 def test_a_refused_run_leaves_no_folder(base, tmp_path):
-    """Only folders that it made, and only empty ones, are removed."""
+    """A refused run removes only empty folders that it made itself."""
     (tmp_path / "mine").mkdir()
     for out in ("new/deep/run", "mine", "mine/run"):
         cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
@@ -205,8 +205,8 @@ def test_a_refused_run_leaves_no_folder(base, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
-    """Engine and trainer differ by more than --max_logp_gap: the run ends before the policy's optimizer step,
-    without a checkpoint and without the step's metrics."""
+    """If engine and trainer differ by more than --max_logp_gap, the run ends before the policy's optimizer
+    step. It saves no checkpoint and no metrics of that step."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
@@ -219,7 +219,7 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """Prompts that stay uniform are resampled for ever; a signal ends that, and nothing is learned."""
+    """Uniform prompts are resampled for ever. A signal ends the resampling; the step trains nothing."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()
@@ -240,7 +240,7 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """How many of the rounds, in each of which signals arrive while others are handled, requested a stop."""
+    """Returns the number of rounds with a stop request. Signals arrive while others are handled."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0
@@ -259,7 +259,7 @@ def test_a_signal_may_come_while_another_is_handled():
 
 
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
-    """The models are saved by then, so the run ends as it should."""
+    """The models are already saved, so a failed report does not fail the run."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     (tmp_path / "plot.png").unlink(missing_ok=True)
     (tmp_path / "plot.png").mkdir()

@@ -1,5 +1,4 @@
-"""Nothing is lost: on other ranks, killed, asked to stop, with a full disk, stalled or not finite, a run goes
-on."""
+"""Checkpoints and exports: a run goes on after a kill, a stop request, a full disk, a stall or a NaN."""
 
 import binascii
 import dataclasses
@@ -38,35 +37,34 @@ from tools.tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
-    """Whether metrics and weights are those of the run `two_ranks`, bit by bit."""
+    """Returns whether metrics and weights equal those of the run `two_ranks`, bit by bit."""
     rows, policy = run_
     _, rows_, policy_ = two_ranks
     return maths(rows) == maths(rows_) and all(torch.equal(policy[k], policy_[k]) for k in policy_)
 
 
 def restore(count, base, out):
-    """What each of `count` ranks loads from the newest checkpoint of `out`: whole tensors by key, and
+    """Returns, for each of `count` ranks, the newest checkpoint of `out`: unsharded tensors by key, and
     `step`."""
     return run_ranks(count, ranks.restored, base, out)
 
 
 def equal(a, b):
-    """Whether two dictionaries of tensors and numbers are the same, bit by bit."""
+    """Returns whether two dictionaries of tensors and numbers are equal, bit by bit."""
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, count):
-    """Whole weights and optimizer state, loaded on 1 and on 4 ranks, are those of 2 ranks, bit by bit."""
+    """A checkpoint of 2 ranks gives 1 rank and 4 ranks the same weights and optimizer state, bit by bit."""
     two = restore(2, base, two_ranks[0])[0]
     assert two["step"] == 4 and len(two) > 50
     assert all(equal(other, two) for other in restore(count, base, two_ranks[0]))
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """Any safetensors reader opens the files. Their slices, placed at the offsets in the headers, fill the
-    whole tensors, which are what resume loads. Beside them there is JSON only. COMPLETE has size and checksum
-    of every file."""
+    """Any safetensors reader opens the files. The slices, placed at the offsets in the headers, fill the
+    tensors that resume loads. All other files are JSON. COMPLETE lists size and checksum of every file."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("step") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -89,7 +87,7 @@ def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, bas
     assert found[f"{weight}.step"] == 4 and found["critic.model.embed_tokens.weight.step"] == 8
 
 
-OPTIMIZERS = {  # and how many tensors a checkpoint holds of its state, for two linear layers
+OPTIMIZERS = {  # and the number of state tensors in a checkpoint, for two linear layers
     "Adam": (lambda p: torch.optim.Adam(p, amsgrad=True), 16),
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
     "no state": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
@@ -98,8 +96,9 @@ OPTIMIZERS = {  # and how many tensors a checkpoint holds of its state, for two 
 
 
 def trained(kind, out, shard_ranks=0):
-    """Weights and optimizer state of two sharded models after 6 steps, saved and resumed after 3 where `out`
-    is a folder: one with the optimizer `kind`, and one without. Returns them with what the save said."""
+    """Returns weights and optimizer state of two sharded models after 6 steps, and the save's message. One
+    model has the optimizer `kind`, the other none. If `out` is a folder, the training is saved and resumed
+    after step 3."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "problems": "some", "reward_files": {}}
 
@@ -133,8 +132,8 @@ def trained(kind, out, shard_ranks=0):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_resumes_as_if_never_stopped(kind, tmp_path):
-    """Checkpoints know no optimizer by name: they save and restore whatever tensors its state holds, or none
-    before its first step. The training beside the write changes nothing in it."""
+    """A checkpoint restores the state of any optimizer, also an empty state before the first step. Training
+    during the write does not change the checkpoint."""
     straight = run_ranks(2, trained, kind, None)
     resumed = run_ranks(2, trained, kind, tmp_path)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -143,8 +142,8 @@ def test_any_optimizer_resumes_as_if_never_stopped(kind, tmp_path):
 
 
 def test_a_slice_that_replicas_share_is_written_once(tmp_path):
-    """Two groups of two ranks hold the same: the second one's files are empty, and a resumed run is the one
-    never stopped."""
+    """Two groups of two ranks hold the same shards. Only the first group writes them, and a resumed run
+    equals the uninterrupted run."""
     straight = run_ranks(4, trained, "Adam", None, 2)
     for (_, a), (said, b) in zip(straight, run_ranks(4, trained, "Adam", tmp_path, 2), strict=True):
         assert said == "" and equal(a[0], b[0]) and equal(a[1], b[1])
@@ -153,7 +152,7 @@ def test_a_slice_that_replicas_share_is_written_once(tmp_path):
 
 
 def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
-    """A file that is cut or missing is found before the checkpoint gets its name."""
+    """A checkpoint with a cut or missing file never gets its final name."""
     whole = two_ranks[0] / "ckpt" / "step_000004"
     files = {name: entry for name, entry in ckpt.read_mark(whole).items() if name != "state.json"}
     for case in ("whole", "cut", "missing"):
@@ -171,8 +170,8 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
 
 
 def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path):
-    """kill -9 of either rank, before the first save and during it: the run started again ends as the run that
-    was never disturbed."""
+    """kill -9 of either rank, before or during the first save. The restarted run equals the undisturbed
+    run."""
     for i, moment in enumerate(("samples/step_000000*", "ckpt/.step_000002*")):
         out = tmp_path / str(i)
         processes = start_ranks(2, ranks.main, dataclasses.replace(base, out=str(out)))[0]
@@ -192,8 +191,8 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path):
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tmp_path):
-    """SIGUSR1 to one of two ranks: both save all whole steps and return. The run that goes on from there ends
-    as `two_ranks` did."""
+    """One of two ranks gets SIGUSR1: both ranks save all finished steps and return. The resumed run equals
+    `two_ranks`."""
     out = tmp_path / "s"
     cfg = dataclasses.replace(base, out=str(out), save_every=0)
     assert run_ranks(2, ranks.stopped, cfg, 1) == ["", ""]
@@ -203,8 +202,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tm
 
 
 def test_a_full_disk_costs_one_checkpoint(base, tmp_path, capfd):
-    """The disk is full while step 4 is saved, and not afterwards: the run ends well, and its other
-    checkpoints are whole."""
+    """The disk is full only while step 4 is saved. The run ends well, and its other checkpoints are
+    complete."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]
@@ -223,7 +222,7 @@ def test_a_full_disk_costs_one_checkpoint(base, tmp_path, capfd):
                         f.write(bytes(2**16))
             while not list(out.glob("ckpt/.step_000004*")):
                 time.sleep(0.001)
-            while list(out.glob("ckpt/.step_000004*")):  # until the run removes it
+            while list(out.glob("ckpt/.step_000004*")):  # wait until the run removes the folder
                 time.sleep(0.001)
             (disk / "ballast").unlink()
 
@@ -243,13 +242,13 @@ def test_a_full_disk_costs_one_checkpoint(base, tmp_path, capfd):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(base, tmp_path):
-    """A run whose checkpoints will not fit ends with one line and leaves no metrics."""
+    """If the checkpoints can't fit, the run ends with one line and writes no metrics."""
     said, = run_ranks(1, ranks.main, dataclasses.replace(base, out=str(tmp_path / "o"), keep=10**9))
     assert "free in" in said and "--keep" in said and not (tmp_path / "o" / "metrics.jsonl").exists()
 
 
 def marked(out, steps):
-    """Folders of checkpoints that have a mark and nothing else."""
+    """Makes folders of checkpoints that contain only the file COMPLETE."""
     for step in steps:
         ckpt.step_folder(out, step).mkdir(parents=True)
         (ckpt.step_folder(out, step) / "COMPLETE").write_text("{}")
@@ -260,8 +259,8 @@ def marked(out, steps):
     ({1: 0.3, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.6}, [2, 4, 5], 2),
     ({999_998: 0.1, 999_999: 0.5, 1_000_000: 0.5}, [999_999, 1_000_000], 1_000_000)])
 def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
-    """With `keep` 2: the last two, and the one with the highest evaluation, the newest of equals, which
-    `best` names. Steps are ordered as numbers. A folder without its mark is no checkpoint."""
+    """`keep` 2 keeps the last two checkpoints and the one with the highest evaluation, the newest of equals.
+    `best` links to that one. Steps are ordered as numbers. A folder without COMPLETE is no checkpoint."""
     marked(tmp_path, scores)
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -276,7 +275,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
 
 
 def test_a_config_that_is_another_algorithm_is_refused(two_ranks, base):
-    """A resumed run with other learning rates is refused, naming them; one with other packs is not."""
+    """Resuming with other learning rates is refused by name; resuming with another pack length is not."""
     other = dataclasses.replace(base, out=str(two_ranks[0]), policy_lr=1e-4, clip_low=0.1, pack_len=512)
     said = run_ranks(2, ranks.main, other)
     assert all("policy_lr: 0.001 -> 0.0001; clip_low: 0.2 -> 0.1" in s for s in said)
@@ -304,7 +303,7 @@ def test_what_may_differ_on_resume():
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
-    """Weights and moments stay as they were, and the packs are kept; the third such update in a row ends the
+    """Weights and moments stay unchanged, and the packs are saved. The third such update in a row ends the
     run."""
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
@@ -313,7 +312,7 @@ def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
 
 
 def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
-    """One of two ranks hangs in a phase: in seconds both print where they are and end."""
+    """One of two ranks hangs in a phase. Within seconds both ranks print their stacks and end."""
     began = time.monotonic()
     processes, _ = start_ranks(2, ranks.stalled)
     for p in processes:
@@ -325,7 +324,7 @@ def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
 
 
 def test_the_command_exports_either_model(two_ranks, tmp_path):
-    """Its weights are byte by byte those that the run exported; mistakes are told in one line."""
+    """The command exports policy or critic, byte by byte as the run does. A mistake ends with one line."""
     out = two_ranks[0]
     for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
         ckpt.main(["export", str(out), "4", str(tmp_path / who), who])
@@ -342,8 +341,8 @@ def test_the_command_exports_either_model(two_ranks, tmp_path):
 
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    """--resume PATH starts from PATH, and after a restart from what the run has saved since. An older
-    checkpoint of the run's own, by whatever name, is refused: what came after it would be lost."""
+    """--resume PATH starts from PATH. After a restart the run goes on from its own newest checkpoint. An
+    older checkpoint of the same run is refused under any name, because all later steps would be lost."""
     (there,), (eight, ten) = marked(tmp_path / "there", [6]), marked(tmp_path / "here", [8, 10])
     new, link = tmp_path / "new", tmp_path / "link"
     link.symlink_to("here")
@@ -373,8 +372,8 @@ def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):
 
 
 def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, capfd):
-    """On another number of ranks and with another learning rate, policy and critic have the checkpoint's
-    weights and new optimizers. The reference is the checkpoint's policy, also when this run is resumed."""
+    """Policy and critic start with the checkpoint's weights and new optimizers, on another number of ranks,
+    at another learning rate. The reference is the checkpoint's policy, also after a resume."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=f"{two_ranks[0]}/2", seed=7, steps=1,
                               lr_decay="constant", kl_coef=0.1)
     source = tmp_path / "a"
@@ -404,8 +403,8 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
 
 
 def test_signals_are_handled_only_while_training():
-    """Inside, a signal requests a stop. Afterwards the earlier handlers are back, and nothing ends the
-    process."""
+    """During training a signal requests a stop. Afterwards the earlier handlers are back, and no delayed kill
+    ends the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -418,13 +417,13 @@ def test_signals_are_handled_only_while_training():
 
 
 def tree(folder):
-    """What is in a folder, by path: the bytes of each file, and where each link points."""
+    """Returns a folder's contents by path: the bytes of each file, and the target of each link."""
     return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes()
             for p in sorted(folder.rglob("*")) if p.is_symlink() or p.is_file()}
 
 
 def copy_of(two_ranks, out):
-    """A run's folder that has the checkpoints of `two_ranks` and nothing else."""
+    """Makes a run's folder that has only the checkpoints of `two_ranks`."""
     shutil.copytree(two_ranks[0] / "ckpt", out / "ckpt", symlinks=True)
     return out
 
@@ -432,7 +431,7 @@ def copy_of(two_ranks, out):
 @pytest.mark.parametrize("where", ["the run", "its folder of checkpoints", "a folder with a file", "a link",
                                    "a file", "a link to nothing"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """Refused in one line, before the checkpoint is read: here it is damaged. Nothing has changed."""
+    """The export is refused in one line, before it reads the (damaged) checkpoint. No file changes."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -448,9 +447,8 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
 
 
 def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
-    """An export goes to a new path, into an empty folder, and in the place of an earlier export, whose marker
-    says of which step of which run it is. Nothing else is left beside it, and what a killed export left is
-    removed."""
+    """An export may go to a new path, into an empty folder, or over an earlier export. A marker file names
+    run and step. The rest of a killed export is deleted; no temporary file stays."""
     (tmp_path / "empty").mkdir()
     for name in (".new.0123456789abcdef.part", ".new.mine.part"):
         (tmp_path / name).mkdir()
@@ -465,7 +463,7 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
 
 
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
-    """Three demos, each of which finishes: all three runs are there. An unfinished one is not moved."""
+    """`make demo` moves a finished run aside, and leaves an unfinished run in place."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "requirements-cpu.txt", ".venv/.demo", "runs/tiny-base-0/tiny.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -488,8 +486,8 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A complete one of the same step stays, bit by bit. What a crash left of one is replaced, unless
-    something in it is not a checkpoint's."""
+    """A complete checkpoint of the same step stays unchanged. The rest of a crashed save is replaced, unless
+    the folder holds files that are not a checkpoint's."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -520,7 +518,7 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Saver and models of a run with a small sharded model and Adam, on the ranks of this process."""
+    """Returns saver and models of a run with a small sharded model and Adam, on the ranks of this process."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
@@ -546,9 +544,9 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """One changed bit, a lost byte, or a file of tensors that DCP would read with the others: resume and
-    export name the file and say what to do, and `verify` finds it. With the damaged one
-    moved away the older is found."""
+    """A checkpoint has a changed bit, a lost byte, or an extra file of tensors. Resume and export name the
+    file and the remedy, and `verify` finds the damage. Without the damaged checkpoint, the run resumes from
+    the older one."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -578,7 +576,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
 
 
 def poisoned(out, what):
-    """The message when a number that is not finite is saved after a good save; `what` says where it is."""
+    """Saves once with finite numbers, then with a NaN or infinity at `what`. Returns the error message."""
     saver, models = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
@@ -598,7 +596,7 @@ def poisoned(out, what):
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
-    """The run ends at once, on every rank: the line names the tensor, the step and the last checkpoint."""
+    """The run ends at once on every rank. The message names the tensor, the step and the last checkpoint."""
     key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
     for said in run_ranks(2, poisoned, tmp_path, what):
         assert said.startswith("refused: ") and f"{key} " in said and "after 2 steps" in said
@@ -607,7 +605,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
 
 
 def exported(base, out):
-    """Export a policy. Returns the message of a mistake, or ""."""
+    """Exports a policy. Returns the error message, or ""."""
     dist.init("cpu", "float32")
     policy = load_policy(base.model)
     try:
@@ -618,7 +616,7 @@ def exported(base, out):
 
 
 def test_an_export_that_finds_no_space_is_one_line(base, tmp_path):
-    """The same on every rank, and nothing half-written is left."""
+    """All ranks show the same line, and no unfinished file is left."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
@@ -637,7 +635,7 @@ def test_an_export_that_finds_no_space_is_one_line(base, tmp_path):
 
 
 def busy(out, steps, disk):
-    """What the saves of `steps` say, on this rank. `disk`: what to do after the first one."""
+    """Returns this rank's messages of the saves of `steps`. `disk` is called after the first save."""
     saver, _ = small(out, keep=1, keep_best="auto")
     said = []
     for step in steps:
@@ -648,8 +646,8 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """Copies, other folders, files and a linked checkpoint fail no save; they are neither pruned nor
-    chosen."""
+    """Copies, other folders, files and a linked checkpoint make no save fail. Torz neither prunes nor chooses
+    them."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
@@ -669,19 +667,19 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
 
 
 def test_notes_in_an_old_checkpoint_stay(tmp_path):
-    """A file of the user's in a checkpoint that is pruned stays, and its folder with it. Saves go on, and say
-    so. `ckpt` may be a link to a folder on another disk, as here."""
+    """Pruning a checkpoint keeps a user's file in the folder. A message says so, and saves go on. `ckpt` may
+    be a link to a folder on another disk, as here."""
     (tmp_path / "big").mkdir()
     (tmp_path / "ckpt").symlink_to(tmp_path / "big")
     old = tmp_path / "ckpt" / "step_000001"
     (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
-    assert said[0] == said[2] == "" and "step_000001 can't be removed" in said[1]  # and then has no mark
+    assert said[0] == said[2] == "" and "step_000001 can't be removed" in said[1]  # then COMPLETE is gone
     assert [p.name for p in old.iterdir()] == ["notes.txt"]
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
-    """The line names the folder that is missing; with --model the export has the bytes that it would have."""
+    """The error names the missing base model. With --model the export is byte by byte the usual one."""
     out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
     for folder in ckpt.complete(out):
         state = json.loads((folder / "state.json").read_text())
@@ -700,15 +698,15 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
 
 
 def test_no_pickle_is_read(two_ranks, base, tmp_path):
-    """Pickles that would run code, under the names that other programs read: neither resume, export nor
-    loading a base model opens them."""
+    """Malicious pickles have the names of other programs' checkpoints. Resume, export and model loading never
+    open them."""
     class Payload:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     code = pickle.dumps(Payload())
     pickle.loads(code)
-    (tmp_path / "ran").rmdir()  # it would have been noticed
+    (tmp_path / "ran").rmdir()  # so this pickle's code does run if opened
     out, model = copy_of(two_ranks, tmp_path / "run"), tmp_path / "model"
     shutil.copytree(base.model, model)
     for folder in (out / "ckpt" / "step_000004", out / "ckpt", out, model):
@@ -735,8 +733,8 @@ def asked(tokenizer, question, system=""):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
-    """The tokens of its chat template for one user turn are the training prompt's, with BOS where the
-    tokenizer adds it. A conversation that the training prompt can't show raises."""
+    """The exported chat template turns one user turn into the tokens of the training prompt, with BOS if the
+    tokenizer adds BOS. A conversation that the training prompt can't express raises."""
     tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token
@@ -768,7 +766,7 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
 
 
 def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
-    """The text of --template FILE is in every checkpoint: a run and an export do not need the file later."""
+    """Every checkpoint has the text of --template FILE, so resume and export do not need the file."""
     (tmp_path / "ask.txt").write_text("Q: {problem} A:")
     cfg = dataclasses.replace(base, template=str(tmp_path / "ask.txt"), steps=1, eval_data=(), save_every=1)
     run(cfg, tmp_path / "run")
@@ -780,7 +778,7 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
 
 
 def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
-    """Each tensor and each number of each pack is there under its name, and what does not exist is not."""
+    """The file has every tensor and number of each pack by name. Fields that are None are absent."""
     packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
     file = Logger(tmp_path, base, True, 0, {}).dump("nonfinite/step_000001_policy", packs)
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
@@ -789,8 +787,8 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """The checkpoint is complete, and the kill came before the link to the best one and before older and
-    unfinished ones were removed. Typed again, the run has no step left, does that, and saves nothing."""
+    """A run is killed after its last checkpoint, before it links the best one and deletes old and unfinished
+    ones. Starting the run again does only that and saves nothing."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

@@ -68,7 +68,7 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
-    """No comment of the dataclass is lost; each flag shows the preset's own value."""
+    """--help shows the comment of every field of the dataclass, and the preset's own values."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
         parse(["tiny-grpo", "--help"])
@@ -89,7 +89,7 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
 
 
 def test_a_number_out_of_its_range_is_one_line():
-    """Every setting that is a number, or several, refuses what lies outside of its range, and infinity."""
+    """Every numeric setting refuses infinity and values outside of its range."""
     allowed = configs.ranges()
     number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part|Beta)\b")
     numbers = {f.name for f in dataclasses.fields(configs.Config) if number.search(f.type)}

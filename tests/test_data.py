@@ -36,8 +36,8 @@ def test_partition_is_balanced_and_respects_the_cap():
 
 
 def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
-    """Minibatches are the same for any number of ranks. In a minibatch ranks have equally many packs and
-    similar numbers of tokens, and no pack is too long."""
+    """Minibatches do not depend on the number of ranks. Within a minibatch, ranks have equally many packs and
+    similar numbers of tokens. No pack is too long."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
     lengths, prompts = np.random.default_rng(0).integers(5, 100, 256), np.arange(256) // 4
     on_one_rank = None
@@ -55,12 +55,12 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """A prompt's eight short samples share a pack. Long samples, and few samples on many ranks, do not."""
+    """A prompt's eight short samples share a pack. Long samples, or few samples on many ranks, are spread."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
     def packs_of_prompts(lengths: np.ndarray, ranks: int) -> list[set[int]]:
-        """For each prompt, the numbers of the packs that have samples of it."""
+        """Returns, for each prompt, the numbers of the packs with samples of this prompt."""
         prompts = np.arange(len(lengths)) // 8
         minibatch, = data.assign(lengths, lengths, prompts, ranks, cfg, step=0)
         numbers = [set() for _ in range(len(lengths) // 8)]
@@ -90,7 +90,7 @@ def test_the_tensors_of_a_pack_are_aligned():
 
 
 def test_shared_prefixes_are_computed_once():
-    """There is one unique token per different prefix, and each token maps to one that has its prefix."""
+    """Each different prefix has one unique token. Each token maps to the unique token of its prefix."""
     samples = make_samples(12)
     samples.append(data.replace(samples[5], sample_id=9))  # a repeated response
     other = samples[7]

@@ -40,7 +40,7 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# What is not run here, and why. Everything else that the docs tell people to type is run.
+# Commands of the docs that are not run here, and why. All others are run.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
     "python -m bench.tasks": "takes a minute; test_turns.py makes such a model",
@@ -82,7 +82,7 @@ def commands() -> list[str]:
 
 
 def tables(text: str, first: str) -> list[list[list[str]]]:
-    """The rows, as cells, of every Markdown table whose head starts with the cell `first`."""
+    """Returns the rows, as cells, of every Markdown table whose head starts with the cell `first`."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
         lines = [line for line in block.splitlines() if not re.fullmatch(r"[|:\s-]+", line)]
@@ -93,7 +93,7 @@ def tables(text: str, first: str) -> list[list[list[str]]]:
 
 
 def settings(cell: str) -> dict:
-    """The `name=value` spans of a cell, as Python values."""
+    """Returns the `name=value` spans of a cell as Python values."""
     def value(text: str):
         try:
             return ast.literal_eval(text)
@@ -108,7 +108,7 @@ def settings(cell: str) -> dict:
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """What stands for the docs' capital words and the user's files; the reward function is README's own."""
+    """Returns values for the docs' capital words and the user's files. The reward function is README's."""
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
@@ -120,7 +120,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """What `python WORDS…` prints. It runs in a fork of this process, which has imported torch already."""
+    """Returns the output of `python WORDS…` in a fork of this process, which has imported torch."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)
@@ -148,7 +148,7 @@ def typed(words: list[str]) -> str:
 
 
 def test_commands_that_can_run_here_do(placeholders):
-    """Each ends with status 0 and prints something. pytest starts an interpreter of its own."""
+    """Each command of the docs exits with status 0 and prints something. pytest gets a new interpreter."""
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():
@@ -202,7 +202,7 @@ def test_shell_scripts_are_shell():
 STAND_INS = {  # for Slurm's programs; they record what they are called with
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Runs until it is signalled, then takes a moment to save; ends by itself with status 3 where told to.
+    # Stand-in for srun: runs until a signal, then saves for a moment. On request it exits with status 3 instead.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -213,8 +213,8 @@ STAND_INS = {  # for Slurm's programs; they record what they are called with
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """Signalled, it waits for the save and requeues the job, unless the run has finished by then. Otherwise
-    it ends with the status of srun, and does not requeue."""
+    """After a signal the script waits for the save and requeues the job, unless the run has finished. Without
+    a signal it exits with srun's status and does not requeue."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -243,7 +243,7 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 
 def test_rows_of_data_are_read():
-    """Every row in the docs is one that grading/rows.py reads, and README's formats are one problem."""
+    """grading/rows.py reads every data row in the docs. README's formats all mean the same problem."""
     from grading.rows import problem_of
 
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
@@ -276,7 +276,7 @@ def test_every_flag_exists():
 
 
 def test_every_file_exists(two_ranks):
-    """In the repository, or in the folder of a run."""
+    """Every file named in the docs is in the repository or in a run's folder."""
     from test_log import METRICS
 
     from tools.report import write_report
@@ -298,7 +298,7 @@ def test_every_file_exists(two_ranks):
 
 
 def test_every_link_resolves():
-    """To a file, and to a heading where it names one."""
+    """Every link of the docs leads to an existing file, and to an existing heading if it has an anchor."""
     seen = 0
     for doc, text in DOCS.items():
         for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
@@ -338,7 +338,8 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """One row each, and one for the lost node of --nodes 2. In each, a test or the command shows it."""
+    """docs/faults.md has one row per fault of bench/chaos.py, and one for the lost node of --nodes 2. Each
+    row names a test or a command that shows the fault."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -375,8 +376,8 @@ def test_the_loop_calls_what_train_calls_in_its_order():
 
 
 def test_the_files_are_all_listed_and_import_only_downwards():
-    """The table's order is the order of the floors; imports inside functions count. Files of one folder may
-    import each other."""
+    """README's table lists the files from top floor to bottom floor. A file imports only lower files or files
+    of its own folder. Imports inside functions count."""
     (table,) = tables(README, "file")
     floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
@@ -396,7 +397,7 @@ def test_the_files_are_all_listed_and_import_only_downwards():
 
 
 def test_the_hours_are_the_plans():
-    """Host memory, disk and hours of each row are what tools/plan.py says today, and each fits."""
+    """Host memory, disk and hours of each row equal tools/plan.py's numbers, and each run fits."""
     (table,) = tables(README, "preset")
     seen = 0
     for preset, devices, host, disk, hours in table[1:]:
@@ -415,7 +416,7 @@ def test_the_hours_are_the_plans():
 
 
 def test_the_presets_are_what_their_table_says():
-    """Every preset has a row with its paper and its departures; the fields are exactly those that differ."""
+    """A preset's row has its paper, its departures, and exactly the fields that differ."""
     from configs import PRESETS
 
     (table,) = tables(DOCS["docs/algorithms.md"], "preset")

@@ -27,7 +27,7 @@ NEAR = 1e-5  # nats, and share of a gradient's norm
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Makes the folder of a model of families.MODELS, once."""
+    """Returns a function that makes the folder of a model of families.MODELS, once."""
     root = tmp_path_factory.mktemp("families")
     return lambda name: str(root / name) if (root / name).exists() else families.make(root, name)
 
@@ -43,19 +43,19 @@ def test_every_supported_family_has_a_model():
 
 @pytest.mark.parametrize("model_type", model.FAMILIES)
 def test_the_default_settings_of_a_family_are_accepted(model_type):
-    """They are those of a published model."""
+    """A family's default config, which is a published model's, is accepted."""
     model.check_settings(AutoConfig.for_model(model_type), model_type)
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):
-    """In training mode, with dropouts of 0.5 in the config; transformers' model is in evaluation mode."""
+    """Both configs have dropouts of 0.5. Our model trains; transformers' is in evaluation mode."""
     assert model.load_config(folder).attention_dropout == 0.5
     gaps = families.compare_training(folder)
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    """In bf16. Packs with shared prefixes, whose gradients are summed in a fixed order."""
+    """Recomputation changes no bit of bf16 gradients, for shared prefixes and a fixed order of sums."""
     pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
@@ -68,7 +68,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Of policy, critic and torch engine, after parameters and buffers were made on the meta device."""
+    """Policy, critic and torch engine rebuild correct buffers after their creation on the meta device."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base)
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
         assert families.compare_buffers(module, folder) == 0
@@ -107,7 +107,7 @@ def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
 
 
 def test_exports_are_read_by_transformers(folder, tmp_path):
-    """The policy's log-probs and the critic's values, from the exported folders."""
+    """transformers loads the exports and computes the same log-probs (policy) and values (critic)."""
     gaps = families.compare_export(folder, tmp_path)
     assert max(gaps.values()) < NEAR, gaps
     exported, original = (json.loads(Path(path, "config.json").read_text())
@@ -117,8 +117,8 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """All but norms and biases that Llama and Qwen2 don't have: 1 % of a tiny model, 0.01 % of a real one.
-    From the config that transformers reads, and from the file alone."""
+    """The plan counts parameters from transformers' config or from the file alone. The plan ignores norms and
+    biases that Llama and Qwen2 lack: 1 % of a tiny model, 0.01 % of a real model."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
@@ -127,7 +127,7 @@ def test_the_plan_counts_the_parameters(folder):
 
 
 def test_shards_of_two_ranks_compute_the_same(folder_of):
-    """Log-probs on sharded parameters, with an embedding's scale, windows and a scaled head."""
+    """Sharding changes no log-prob of a model with a scaled embedding, windows and a scaled head."""
     paths = [folder_of(name) for name in ("gemma3_text", "cohere")]
     for of_rank in run_ranks(2, ranks.sharded_logp, paths):
         for path, logp in zip(paths, of_rank, strict=True):
@@ -137,8 +137,8 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 
 def test_vllm_agrees_with_the_trainer(folder_of):
-    """Five families by vLLM's own classes, and olmo3, which vLLM runs through transformers. bench/families.py
-    has all families."""
+    """Five families run with vLLM's own classes; olmo3 runs in vLLM through transformers. bench/families.py
+    tests all families."""
     paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
     assert max(gaps) < 1e-4, gaps
@@ -148,7 +148,7 @@ def test_vllm_agrees_with_the_trainer(folder_of):
 
 
 def test_dropout_is_off(folder_of):
-    """A dropout that a module got by other ways than its config would change the second pass."""
+    """Two passes are equal, even if a module got its dropout without the config."""
     path = folder_of("phi3")
     p = data.pack(ranks.make_samples(3))
     for module in (model.load_policy(path), model.load_critic(path)):
@@ -163,7 +163,7 @@ def test_dropout_is_off(folder_of):
 
 
 def changed_folder(source: str, out: Path, **changes) -> str:
-    """A copy of a model's folder with changes in its config.json."""
+    """Returns a copy of a model's folder with changes in its config.json."""
     out.mkdir()
     for file in Path(source).iterdir():
         (out / file.name).write_bytes(file.read_bytes())
@@ -209,7 +209,7 @@ def test_settings_that_are_not_computed_are_refused(name, changes, words, folder
 
 
 def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
-    """A head's bias would otherwise be dropped without a word."""
+    """A weight file with a head bias is refused, because the model would silently drop the bias."""
     from safetensors.torch import load_file, save_file
 
     path = changed_folder(folder_of("llama"), tmp_path / "model")
@@ -220,7 +220,7 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
 
 
 def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
-    """Refused where varlen_attn has no windows, before anything is loaded."""
+    """If varlen_attn has no windows, a model with windows is refused before loading."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.load_config(folder_of("olmo3"))
     monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})
@@ -233,7 +233,7 @@ def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
 
 
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
-    """At the end of a run and by the command. Its values are those of the model in training."""
+    """The run and the command export the critic with its config. Its values equal those in training."""
     critic = folder_of("gemma3_text")
     cfg = {"model": folder_of("granite"), "critic_model": critic}
     run = tmp_path / "run"
@@ -266,7 +266,7 @@ def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The Hub's cache on this machine, in an empty folder. There is no network."""
+    """Makes an empty folder this machine's cache of the Hub. There is no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
@@ -291,7 +291,7 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
-    """The network is replaced: what would be downloaded is put into the cache after half a second."""
+    """A stand-in for the download puts the model into the cache after half a second."""
     from_hub = model.snapshot_download
 
     def snapshot_download(name, local_files_only=False, **options):

@@ -1,5 +1,5 @@
-"""What a run writes while it goes on: alarms that are raised once and not without a cause; rows that a full
-disk or a killed run does not spoil; a table that explains every metric."""
+"""Logs of a run: alarms are raised once and only with a cause. A full disk or a kill does not damage the
+rows. The docs explain every metric."""
 
 import dataclasses
 import io
@@ -30,10 +30,10 @@ PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """Metrics of a run like the demo's: reward rises to 0.97, entropy falls and responses grow."""
+    """Returns metrics like the demo's: reward rises to 0.97, entropy falls and responses grow."""
     rows = []
     for i in range(steps):
-        left = 0.6**i  # share of the way that is left
+        left = 0.6**i  # remaining share of the way to the final values
         rows.append({
             "step": i, "reward": 0.97 - 0.43 * left, "response_len": 20.5 - 6 * left, "truncated": 0.0,
             "entropy": 0.014 + 0.19 * left, "uniform_groups": 0.85 * (1 - left),
@@ -44,14 +44,14 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """Metrics of a run that is half-way: reward 0.6, entropy 0.3, some groups uniform."""
+    """Returns metrics of a half-finished run: reward 0.6, entropy 0.3, some groups uniform."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0}
     return [row | values for row in healthy(steps)]
 
 
 def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
-    """(step, text) of every alarm of a run."""
+    """Returns (step, text) of every alarm of a run."""
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
@@ -71,7 +71,7 @@ WRONG = {
 def test_no_alarm_is_raised_by_a_healthy_run_a_single_odd_step_or_success():
     grpo = [{k: v for k, v in r.items() if k != "explained_variance"} for r in healthy()]
     assert raised(healthy()) == raised(learning()) == raised(grpo, PRESETS["tiny-grpo"]) == []
-    for name in WRONG.keys() - {"grading", "gap"}:  # ten times their limits, and always wrong
+    for name in WRONG.keys() - {"grading", "gap"}:  # values at ten times the limit always raise the alarm
         rows = learning()
         rows[40] |= WRONG[name][0]
         assert raised(rows) == [], name
@@ -105,7 +105,7 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
-    """The Logger of the folder `out`, after these metrics and their alarms were logged, from step `start`
+    """Returns the Logger of the folder `out` after logging these metrics and their alarms from step `start`
     on."""
     logger = Logger(out, cfg, True, start, {"torch": "2"})
     for row in rows:
@@ -116,8 +116,8 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """NaN is null and comes back as NaN. A Logger that starts at step 2 moves the later rows of before to
-    *.old.jsonl, and drops a line that a crash cut."""
+    """NaN is written as null and read as NaN. A Logger that starts at step 2 moves later rows to *.old.jsonl
+    and drops an incomplete last line."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -146,13 +146,13 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """It is written as JSON's escape, and read back the same."""
+    """A lone surrogate in a response is written as a JSON escape and read back unchanged."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
     assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
 
 def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
-    """Killed after `stop` steps, of which `start` are in the checkpoint, in the middle of a line."""
+    """A run is killed after `stop` steps, within a line of alarms.jsonl, and resumed from step `start`."""
     rows = learning(50)
     for r in rows[15:25] + rows[40:]:
         r |= WRONG["clip"][0] | WRONG["gap"][0]
@@ -174,7 +174,7 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    """Neither where it has room again at the next step, nor where it has at the end."""
+    """All rows are written, whether the disk has space again at the next step or at the end."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
     for step, next_one in (2, lambda: logger.step(3, {"reward": 0.5})), (4, logger.close):
         for file in files:
@@ -208,8 +208,8 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """Means of all values, not means of means, and no mean of nothing. The 99th percentile is at most 2.4 %
-    too high, and at most the maximum."""
+    """A mean is over all values of all ranks, and is absent without values. The 99th percentile is at most
+    2.4 % too high, and at most the maximum."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -241,13 +241,13 @@ SAMPLE = {"prompt_id": 0, "sample_id": 0, "answer": "3", "reward": 1.0, "reason"
 
 @pytest.fixture(scope="module")
 def wandb():
-    """Imports what takes seconds before processes are forked. It starts nothing."""
+    """Imports slow modules before processes are forked. Starts nothing."""
     import wandb.proto.wandb_internal_pb2  # noqa: F401
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """In a process of its own: log the rows from step `start` on, and track them. Returns the alarms.
-    `killed`: ends as by kill -9 instead, two seconds after the last row."""
+    """In a new process: log and track the rows from step `start` on. Returns the alarms. `killed`: the
+    process kills itself two seconds after the last row."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}) as logger:
         for row in rows:
@@ -261,7 +261,7 @@ def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
 
 
 def wandb_records(file):
-    """The records of a .wandb file: LevelDB's log of blocks of 32 KiB, after a header of 7 bytes."""
+    """Returns the records of a .wandb file: LevelDB's log in blocks of 32 KiB after a 7-byte header."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = file.read_bytes(), 7, b""
@@ -276,8 +276,7 @@ def wandb_records(file):
 
 
 def tracked_by_wandb(out):
-    """Names of the tracked runs by id, rows of metrics, rows of the samples' tables, configuration, and exit
-    codes."""
+    """Returns run names by id, rows of metrics, rows of the samples' tables, configuration and exit codes."""
     runs, rows, tables, config, exits = {}, [], [], {}, []
     for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(file):
@@ -298,9 +297,8 @@ def tracked_by_wandb(out):
 
 
 def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
-    """Killed after 4 steps, of which 2 are in the checkpoint, and resumed: one tracked run, with the name of
-    the folder, every step of metrics.jsonl once with the same numbers, and the samples. Half of a surrogate
-    pair, which UTF-8 lacks, does not harm."""
+    """A run killed after 4 steps resumes from step 2. wandb has one run, named after the folder, with every
+    step of metrics.jsonl once and the samples. A lone surrogate does no harm."""
     out = tmp_path / "my-run"
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1)} for i in range(6)]
@@ -317,7 +315,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
 
 
 class ListTracker(Tracker):
-    """A tracker like one that a user writes: the rows are in a file, and step 2 fails."""
+    """A tracker as a user may write it: stores rows in a file and fails at step 2."""
 
     def start(self) -> None:
         (self.out / "tracked").mkdir(exist_ok=True)
@@ -333,8 +331,8 @@ class ListTracker(Tracker):
 
 
 def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch):
-    """The resumed run sends the steps that were not tried. A run that starts again, because nothing was
-    saved, is another tracked run. A tracker that is added later gets all steps."""
+    """A tracker fails at one step; the resumed run sends the steps after the failed one. A run without a
+    checkpoint starts again as a new tracked run. A tracker added later gets all steps."""
     monkeypatch.setitem(TRACKERS, "list", ListTracker)
     rows, cfg = learning(6), dataclasses.replace(PPO, track=("list",))
 
@@ -365,14 +363,14 @@ def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if there were none
+    monkeypatch.setitem(sys.modules, "wandb", None)  # wandb is not installed
     with pytest.raises(UserError, match="^--track wandb without its package; needed: pip install wandb$"):
         check_trackers(parse(["tiny-ppo", "--track", "wandb"]))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_path, monkeypatch):
-    """Also where a check ends it. The table is of the samples that the run saved."""
+    """The tracker is closed even if a check ends the run. The tracker's table has the saved samples."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     cfg = dataclasses.replace(base, algo="grpo", steps=1, track=("wandb",), out=str(tmp_path / "r"),
                               max_logp_gap=1e-12 if fails else 0.1)
@@ -390,8 +388,8 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
 
 
 def check_rows(rows, cfg):
-    """The ids decode to the response, and the log-probs are those that transformers computes. Advantages are
-    those of a group's rewards (2402.03300)."""
+    """Asserts that ids decode to the response, log-probs equal transformers', and advantages follow from the
+    group's rewards (2402.03300)."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -411,8 +409,8 @@ def check_rows(rows, cfg):
 
 
 def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
-    """Also after a resume that asks for more of them: the file of its step is that of a run that always saved
-    all. The metrics are the same. Most responses are cut, which is an alarm."""
+    """Saving more samples after a resume gives the same file as a run that always saved all samples. The
+    metrics do not change. Most responses are truncated, which raises an alarm."""
     cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
                               max_response_len=3)
     everything = dataclasses.replace(cfg, save_samples="all", save_logps=True)
@@ -455,8 +453,8 @@ ELSEWHERE = {"mfu"}  # CUDA's
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """Each metric of a run is in the table, once. Each row of the table is a metric of every run, or of a run
-    with the settings of ONLY."""
+    """docs/metrics.md lists every metric of a run exactly once, and no other metric. ONLY has the settings of
+    metrics that not every run has."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

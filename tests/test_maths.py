@@ -19,8 +19,8 @@ WORST: dict[str, float] = {}  # largest error of each function; conftest.py prin
 
 
 def ragged(seed: int):
-    """A pack of 1 to 6 segments: a mask of the tokens that the policy sampled, the segments' bounds, and a
-    random generator. A segment is a prompt and a response, in which tokens of an environment may lie."""
+    """Returns a pack of 1 to 6 segments: the mask of sampled tokens, the segments' bounds, and a random
+    generator. A segment is a prompt and a response; tokens of an environment may interrupt the response."""
     g = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(int(torch.randint(1, 7, (), generator=g))):
@@ -35,7 +35,7 @@ def normal(g: torch.Generator, count: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def sequences(mask, cu, *tensors):
-    """For each segment, the sampled tokens' parts of all `tensors`."""
+    """For each segment, yields the entries of all `tensors` at the sampled tokens."""
     for start, end in itertools.pairwise(cu.tolist()):
         yield [x[start:end][mask[start:end]] for x in tensors]
 
@@ -47,7 +47,7 @@ def close(name, got, want, tolerance=1e-9):
 
 
 def compare(name, f, reference, x, tolerance=1e-9):
-    """Two scalar functions of x have the same value and the same gradient."""
+    """Asserts that two scalar functions of x have the same value and the same gradient."""
     a, b = (x.clone().requires_grad_() for _ in range(2))
     fa, fb = f(a), reference(b)
     close(name, fa.detach(), fb.detach(), tolerance)
@@ -58,8 +58,8 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
-    """A gap in the mask changes nothing: the steps on its two sides are neighbours, and a reward in it
-    belongs to the step before it."""
+    """GAE skips gaps in the mask: sampled tokens around a gap are neighbours. A reward inside a gap belongs
+    to the sampled token before the gap."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
@@ -91,7 +91,7 @@ def test_gae_without_discount_is_score_minus_value():
 
 
 def test_gae_of_a_pack_of_one_masked_token_is_zero():
-    """A rank with fewer samples than the others runs such packs."""
+    """A rank with fewer samples than the others runs such filler packs."""
     token, cu = torch.ones(1), torch.tensor([0, 1], dtype=torch.int32)
     adv, ret = ppo.gae(token, token, cu, torch.tensor([False]))
     assert adv.tolist() == ret.tolist() == [0]
@@ -122,7 +122,7 @@ def test_kl(estimator):
 
 
 def clipped(ratio, a, low, high):
-    """Loss of one token: -min(ratio A, clip(ratio) A)."""
+    """Returns the loss of one token: -min(ratio A, clip(ratio) A)."""
     inside = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
     return -(ratio * a if ratio * a <= inside * a else inside * a)
 
@@ -271,7 +271,7 @@ def test_dr_grpo_gives_every_token_the_same_weight_in_responses_of_any_length():
 
 
 def test_unknown_names_are_refused():
-    """A name with a typing error does not silently mean another algorithm."""
+    """A misspelt name raises instead of choosing another algorithm."""
     x, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     segment = torch.zeros(2).long()
     with pytest.raises(ValueError, match="k4"):

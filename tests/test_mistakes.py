@@ -1,4 +1,4 @@
-"""Typical mistakes of users: each is answered by one line that names the cause and what is needed."""
+"""Typical users' mistakes: each ends with one line that names the cause and the remedy."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from conftest import ROOT, run_ranks
 from configs import UserError, check_paths, parse
 from engines import vllm_engine
 
-# What is typed after `train.py`; a part of the answer. These are answered before torch is imported.
+# Arguments of `train.py`, and a part of the error. These errors come before torch is imported.
 AT_ONCE = {
     "no preset": ("", "no preset given; needed: train.py PRESET, one of: tiny-ppo, "),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?); needed: "),
@@ -58,7 +58,7 @@ AT_ONCE = {
     "the demo before its model": ("tiny-ppo --data rows.jsonl", "needed: python -m tools.tiny, which makes"),
 }
 
-# The same for two ranks, after torch is imported.
+# Arguments and errors for two ranks. These errors come after torch is imported.
 ON_RANKS = {
     "layout debug": ("--layout debug", "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
     "layout production": ("--layout production", "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
@@ -101,7 +101,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def folder(tiny, base, tmp_path_factory):
-    """A folder with what the mistakes name."""
+    """Returns a folder with the files that the mistakes name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
     files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
@@ -139,7 +139,7 @@ def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_im
 
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
-    """The same line on both, and nothing is left in the folder of the run."""
+    """Both ranks show the same line, and the run's folder stays empty."""
     monkeypatch.chdir(folder)
     common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--dtype",
               "float32", "--go", "--out", "run"]
@@ -156,7 +156,7 @@ def test_help_into_a_closed_pipe_is_no_traceback():
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """No library adds a word when the process ends."""
+    """No library prints after the refusal when the process ends."""
     command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--eval_every", "0", "--device", "cpu", "--out", f"{tmp_path}/run"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -167,7 +167,7 @@ def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
 
 @pytest.mark.parametrize("wait", ["loading", "problems from"])
 def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
-    """While torch is imported, and while the run is prepared. No folder is left."""
+    """Ctrl-C arrives during the import of torch or the preparation of the run. No folder is left."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--eval_data", *base.data, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -181,7 +181,7 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),
                                           ("0.32.0", True), ("0.32.1+cpu", True)])
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
-    """Only vLLM 0.32 is taken. The module that is imported is a stand-in with another version."""
+    """Only vLLM 0.32 is accepted. Here a stand-in module has another version."""
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)

@@ -25,7 +25,7 @@ def folder(request):
 
 
 def test_packed_log_probs_equal_those_of_each_sequence_alone(folder):
-    """Log-probs and entropies of a pack, against Hugging Face's model on one sequence at a time."""
+    """A pack's log-probs and entropies equal Hugging Face's for one sequence at a time."""
     hf, policy = AutoModelForCausalLM.from_pretrained(folder), model.load_policy(folder)
     samples = make_samples(9)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_packed_log_probs_equal_those_of_each_sequence_alone(folder):
 
 
 def test_shared_prefixes_change_no_value_and_no_gradient(tiny):
-    """A pack with shared prefixes, and the same pack with every token computed, give the same numbers."""
+    """A pack with shared prefixes gives the same numbers as the same pack with every token computed."""
     p, results = data.pack(make_samples(16)), []
     all_tokens = torch.arange(len(p.tokens))
     assert len(p.unique) < len(all_tokens)
@@ -59,8 +59,8 @@ def test_shared_prefixes_change_no_value_and_no_gradient(tiny):
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """FLOP of products and attention, forward and backward. A layer that is recomputed in whole costs its
-    forward pass again; one that keeps its products costs nothing more; the rest does not depend on it."""
+    """Counts FLOP of products and attention, forward and backward. A fully recomputed layer costs one more
+    forward pass. A layer that keeps its products costs nothing more. Other FLOP stay the same."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):
@@ -80,7 +80,7 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
 
 
 def attention_gradients(qkv, p, grad):
-    """Gradients of the attention of a pack for its queries, keys and values, (1, H, U, d) each."""
+    """Returns the gradients of a pack's attention for its queries, keys and values, (1, H, U, d) each."""
     qkv = [x.clone().requires_grad_() for x in qkv]
     segments = model.Segments(p.cu_seqlens, p.longest, p.unique, p.inverse)
     out = model.packed_attention(None, *qkv, None, 0.25, segments)[0]
@@ -88,8 +88,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """64 segments share a prompt of 256 tokens, in bf16. The errors of the prompt's keys and values against
-    fp64, and those of computing it anew for each segment with a sum in fp64."""
+    """64 segments share a prompt of 256 tokens, in bf16. Against fp64, gradients of the shared keys and
+    values are as exact as those of separate prompt copies, summed in fp64."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
@@ -123,7 +123,7 @@ class Ops(TorchDispatchMode):
 
 
 def test_a_layer_takes_few_operations(tmp_path):
-    """Forward and backward. On a GPU each is a kernel or more, whose launch takes the host's time."""
+    """Counts operations forward and backward. On a GPU each launches a kernel, which takes host time."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
@@ -135,8 +135,8 @@ def test_a_layer_takes_few_operations(tmp_path):
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
-    """Against index_select in fp64. Rows are copied up to 40 times, and some never. Equal bit by bit where
-    other rows are copied in between."""
+    """Gradients equal index_select's in fp64, for rows copied up to 40 times or never. Other rows copied in
+    between change no bit."""
     g = torch.Generator().manual_seed(0)
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
@@ -159,7 +159,7 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
-    """Values and gradients, with chunks of one token, of seven, and of all."""
+    """Values and gradients are equal for chunks of one token, of seven tokens, and of all tokens."""
     monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
@@ -178,8 +178,8 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
-    """Four times the tokens take no more memory, and no more than tools/plan.py counts. All logits at once
-    would take 41 and 164 MB."""
+    """Four times more tokens take the same memory, at most as much as tools/plan.py counts. All logits at
+    once would take 41 and 164 MB."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
@@ -199,8 +199,8 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
 
 
 def peak_allocated(f, trace: Path) -> int:
-    """Most bytes of tensors that f() allocates and holds at a time, by torch's profiler. The kernel's count
-    of the process's memory varies by a chunk from pass to pass."""
+    """Returns the peak bytes of tensors that f() allocates, by torch's profiler. The kernel's figure for the
+    process would vary by a chunk from pass to pass."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         f()
@@ -210,7 +210,7 @@ def peak_allocated(f, trace: Path) -> int:
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):
-    """A token changes no value up to its position and none of other segments. It changes the later ones."""
+    """A token changes only the values after its position in its own segment."""
     critic, samples = model.load_critic(tiny), make_samples(3)
     p = data.pack(samples)
     at = int(p.mask.nonzero()[3])
@@ -224,14 +224,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
 
 
 def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
-    """With standard deviation 1/(D+1); equal for equal seeds."""
+    """Equal seeds give equal heads, with standard deviation 1/(D+1)."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
 
 
 def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
-    """Their standard deviation is √D/(D + 1) = 0.017 for D = 3584, and not 1."""
+    """First values have standard deviation √D/(D + 1), 0.017 for D = 3584, far below a reward of 1."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)

@@ -21,12 +21,12 @@ def cells(kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """Folder of a base model like the demo's: on four sums it is right about every other time."""
+    """Returns the folder of a base model like the demo's, which solves half of four sums."""
     return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def execute(base: str, steps: int) -> dict:
-    """The values that the test looks at, after all code cells ran. Call it in a process of its own."""
+    """Runs all code cells. Returns the values that the test checks. Call it in a new process."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def execute(base: str, steps: int) -> dict:
 
 
 def test_every_cell_runs_and_the_policy_learns(base):
-    """The cells themselves assert that advantages, log-probs and clipping by hand equal the modules'."""
+    """The cells assert that advantages, log-probs and clipping by hand equal the modules' results."""
     seen = run_ranks(1, execute, base, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])
@@ -68,7 +68,7 @@ def test_the_file_is_a_valid_notebook():
 
 
 def test_the_stored_outputs_can_be_read_without_running_it():
-    """Figures, the steps' rewards and responses are in the file, without warnings or somebody's paths."""
+    """The file has figures, rewards by step and responses, and no warnings or local paths."""
     outputs = [output for cell in cells("code") for output in cell["outputs"]]
     text = "".join("".join(output.get("text", "")) for output in outputs)
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

@@ -70,8 +70,8 @@ def bytes_of(t: torch.Tensor) -> int:
 
 
 def updated(cfg) -> dict[str, int]:
-    """This rank's bytes of weights, gradients and moments after an update of policy and critic. Saves a
-    checkpoint."""
+    """Updates policy and critic and saves a checkpoint. Returns this rank's bytes of weights, gradients and
+    moments."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
@@ -122,7 +122,7 @@ def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **mor
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
-    """By phase, each item at its largest, and "total" at the fullest instant."""
+    """Returns, by phase, each item's largest value within the phase, and "total": the phase's peak."""
     most = defaultdict(Counter)
     for phase, usage in plan.memory(c):
         most[phase] |= Counter(usage)
@@ -130,7 +130,7 @@ def memory(c: plan.Case) -> dict[str, Counter]:
 
 
 def test_memory_of_a_7b_by_hand():
-    """One of 32 GPUs: sharded state, the engine's share as the flag says, 56 KiB of cache per token."""
+    """One of 32 GPUs: sharded state, the engine's share from the flag, 56 KiB of cache per token."""
     c = case("orz-7b", "--layout", "production", world=32)
     use, n, trained = memory(c), 7_615_616_512, 7_615_616_512 + 7_070_622_720
     assert use["policy"]["weights"] == use["policy"]["gradients"] == use["policy"]["AdamW"] / 2 == 4 * n / 32
@@ -159,9 +159,8 @@ def test_any_engine_but_torchs_is_counted_like_vllm():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """vLLM keeps 0.5 GiB of a GPU while it sleeps, and in a sync. engines/vllm_engine.py copies the
-    embedding where it is the head, and embedding and head where vLLM pads their rows to a multiple of 64 on
-    each rank."""
+    """vLLM keeps 0.5 GiB of a GPU while it sleeps and in a sync. In a sync, engines/vllm_engine.py copies a
+    tied embedding. If vLLM pads rows to a multiple of 64 on each rank, it copies embedding and head."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
@@ -173,7 +172,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():
-    """A small critic beside a 7B policy: its own parameters, no logits, fewer bytes, fewer seconds."""
+    """A small critic beside a 7B policy has its own parameters, no logits, fewer bytes and fewer seconds."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
                    for critic in (seven, half))
@@ -185,8 +184,8 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """2 FLOP per multiplication of every linear layer, and causal attention's two products. Numbers or
-    arrays."""
+    """A forward pass costs 2 FLOP per multiplication of every linear layer and of causal attention's two
+    products. The function accepts numbers or arrays."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
@@ -198,7 +197,7 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """The largest total of an update, for each choice of what is recomputed, from much memory to little."""
+    """Returns an update's largest total for each choice of recomputed layers, from much memory to little."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -209,8 +208,8 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """Each choice takes less memory than the one before; only the last layer's may not, which is at work when
-    most is kept. Where none leaves so much, all layers are."""
+    """Each further recomputed layer saves memory, except the last layer, which runs at the peak. If no choice
+    leaves 8 % free, all layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, whole in c.recompute.items():
         of = peaks(c, name)
@@ -226,7 +225,7 @@ def test_orz_7b_recomputes_no_product_on_32_gpus():
 
 
 def test_on_a_cpu_auto_counts_the_machines_memory():
-    """Shared by its ranks; nothing is recomputed where it isn't known."""
+    """Ranks share the machine's memory. If the size is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
     c = plan.Case(cfg, 2, [shape, shape], None, local=2)
@@ -246,7 +245,7 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
-    """Of every phase, as bench/nullgpu/memory.py counted it on a device that computes nothing."""
+    """Planned peaks of every phase, against the peaks counted by bench/nullgpu/memory.py's stub device."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
@@ -327,8 +326,7 @@ def test_a_machine_with_too_little_memory_is_refused():
 
 
 def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
-    """A cache for a million responses of 500,000 tokens is refused on both ranks, in one line with the
-    flag."""
+    """Both ranks refuse a cache for a million responses of 500,000 tokens, in one line with the flag."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), max_num_seqs=10**6,
                               max_response_len=500_000, pack_len=600_000, samples_per_prompt=4000)
     for said in run_ranks(2, run_main, cfg):
@@ -340,7 +338,7 @@ def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
 
 
 def command(*argv: str) -> subprocess.CompletedProcess:
-    """`python -m tools.plan …`. The end of its stderr says whether it loaded torch, and its processor
+    """Runs `python -m tools.plan …`. The end of stderr says whether torch was loaded, and the processor
     seconds."""
     code = """if True:
         import resource, runpy, sys
@@ -367,7 +365,7 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
 
 
 def said_by(*argv: str, monkeypatch, capsys) -> dict:
-    """What `python -m tools.plan … --json` prints."""
+    """Returns the output of `python -m tools.plan … --json`."""
     monkeypatch.setattr(sys, "argv", ["tools.plan", *argv, "--json"])
     plan.main()
     return json.loads(capsys.readouterr().out)
@@ -375,7 +373,7 @@ def said_by(*argv: str, monkeypatch, capsys) -> dict:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeypatch, capsys):
-    """plan.json and --json are what the text is made of; the report makes it from plan.json."""
+    """The text contains every number of plan.json and --json. The report makes the text from plan.json."""
     said = said_by(name, "--ranks", "8", monkeypatch=monkeypatch, capsys=capsys)
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
     lines = plan.as_text(said)
@@ -389,7 +387,7 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeyp
 
 
 def test_hours_are_those_of_all_steps():
-    """With responses of a quarter of their limit and of the full limit. Memory adds up to its total."""
+    """Responses have a quarter of the limit or the full limit. Memory items sum to the total."""
     c = case("orz-7b", "--layout", "production", world=32)
     table = plan.plan_of(c)
     run, step = table["run"], table["estimated seconds"]["step"]

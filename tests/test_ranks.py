@@ -14,7 +14,7 @@ from configs import PRESETS
 
 
 def config(tiny, **changes):
-    """The config of a job."""
+    """Returns the config of a job."""
     base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16,
                 max_response_len=32, prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
     return dataclasses.replace(PRESETS["tiny-ppo"], **base | changes)
@@ -55,7 +55,7 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Gradients on one rank: with one pack per minibatch, and with packs of little more than one sample."""
+    """Returns gradients on one rank: with one pack per minibatch, and with packs of about one sample."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
@@ -80,7 +80,7 @@ def test_gradients_on_two_ranks_equal_those_on_one(tiny, alone):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """Also where pairs of ranks hold the shards and the two pairs are replicas."""
+    """The theorem holds also if two pairs of ranks are replicas, each pair with all shards."""
     chosen = [0, len(JOBS) - 1]
     replicated = (config(tiny, shard_ranks=2), make_samples(24))
     for got in run_ranks(4, all_gradients, [*(jobs(tiny)[i] for i in chosen), replicated]):
@@ -90,7 +90,7 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
-    """Of packs with shared prefixes, by plain and by sharded parameters."""
+    """Packs have shared prefixes. Parameters are plain or sharded."""
     modes = ("none", "0", "1", "layers", "auto")
     made = [(config(tiny, recompute=mode, kl_coef=0.1), make_samples(24)) for mode in modes]
     for none, *others in run_ranks(ranks, all_gradients, made):
@@ -111,7 +111,7 @@ def test_full_weights_equal_the_files(which, request):
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
     """torchrun's agent keeps one store for all restarts. Two ranks start three times on one store. Each start
-    must use the addresses of its own ranks, not older ones, and must not see keys of an earlier start."""
+    must use its own ranks' addresses and see no keys of earlier starts."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -119,7 +119,7 @@ def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
 
 
 def stepped():
-    """A small model and its optimizer after one step."""
+    """Returns a small model and its optimizer after one step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -130,12 +130,12 @@ def stepped():
 
 
 def state(optimizer):
-    """All tensors of an optimizer's state."""
+    """Returns all tensors of an optimizer's state."""
     return [x for of_param in optimizer.state.values() for x in of_param.values()]
 
 
 def test_all_of_an_optimizers_state_moves_with_its_model():
-    """A resumed optimizer has its step counts on the host, and the fused kernel wants them on the device."""
+    """A resumed optimizer has its step counts on the host. The fused kernel needs them on the device."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "meta")
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
@@ -152,7 +152,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_each_tensor_moves_in_one_copy():
-    """Without an optimizer the weights do not change, and nothing is copied back."""
+    """A model without an optimizer moves back without copies, because no weight changed."""
     model, optimizer = stepped()
     for _ in range(2):  # the first time the homes are made
         with Copies() as there:
@@ -167,7 +167,7 @@ def test_each_tensor_moves_in_one_copy():
 
 
 def test_weights_and_optimizer_state_rest_where_they_rested_before():
-    """Moves make no new memory on the host, which would be slow to pin."""
+    """Repeated moves reuse the same host memory, because pinning new memory is slow."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "cpu")
     dist.to_host(model, optimizer)
@@ -187,7 +187,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """--deterministic is for the updates: an engine beside them has operations without such a form."""
+    """--deterministic covers updates only: engines use operations without a deterministic form."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

@@ -1,4 +1,4 @@
-"""Recipes: every preset has its published numbers. What only some recipes use equals naive references."""
+"""Presets have their published numbers. Parts that only some recipes use equal naive references."""
 
 import dataclasses
 import itertools
@@ -96,8 +96,8 @@ DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """The preset has every number of its table. A layout sets the number of ranks; the debug layout also sets
-    ORZ's batch for debugging, on ORZ's own presets and no others."""
+    """Each preset has all numbers of its table. A layout sets the number of ranks. The debug layout also sets
+    ORZ's debugging batch, on ORZ's presets only."""
     preset, want = PRESETS[name], TABLE[name]
     assert {k: getattr(preset, k) for k in want} == want
     production, debug = (parse([name, "--layout", layout]) for layout in ("production", "debug"))
@@ -127,7 +127,7 @@ TERMS = {
 
 
 def analogue(name, base, folder):
-    """The preset's algorithm on the tests' tiny model. Rates, lengths and batch are made smaller."""
+    """Returns the preset's algorithm for the tests' tiny model, with smaller rates, lengths and batch."""
     preset = PRESETS[name]
     sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
         samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
@@ -145,7 +145,7 @@ def analogue(name, base, folder):
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
-    """Without any one of its distinguishing terms, the preset's analogue is another run."""
+    """Removing any distinguishing term of a preset changes its analogue's run."""
     whole = analogue(name, base, tmp_path)
     changes = [{k: (v if k != "reward" else (f"{tmp_path}/some.py:{v[0]}",)) for k, v in term.items()}
                for term in TERMS[name]]
@@ -161,9 +161,9 @@ def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 0.3),
                                                    ("rlvr-8b", "rlvr", 12, 0.15)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    """A tiny chat model that answers in the recipe's own format, often with a guess, learns to work sums out.
-    Prompt, extractor, rewards and algorithm are those of the preset, sizes and rates those of the demo. Over
-    five seeds accuracy rose by 0.49 ± 0.04 and 0.38 ± 0.08: a gain below `gain` has 1 chance in 1,000."""
+    """A tiny chat model that answers in the recipe's format, often with a guess, learns to add. Prompt,
+    extractor, rewards and algorithm are the preset's; sizes and rates are the demo's. Over five seeds
+    accuracy rose by 0.49 ± 0.04 and 0.38 ± 0.08: a gain below `gain` has 1 chance in 1,000."""
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
@@ -179,8 +179,8 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """Qwen2.5-0.5B's shape with two layers, a smaller vocabulary and random weights; GSM8K's rows as Parquet:
-    one step, saved and exported. The process never has more memory than the plan says for the machine."""
+    """One step with save and export, on GSM8K's rows as Parquet. The model has Qwen2.5-0.5B's shape, but two
+    layers, a smaller vocabulary and random weights. Memory stays below the plan's figure."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -207,7 +207,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
 
 
 class Canned:
-    """Where an engine is due: answers each prompt with the same text."""
+    """A stand-in for an engine that answers each prompt with the same text."""
 
     def __init__(self, cfg):
         self.cfg, self.rank, self.ranks, self.engines = cfg, 0, 1, 1
@@ -221,15 +221,15 @@ class Canned:
 
 
 def graded(cfg, *problems):
-    """One sample of each (gold answer, data set), with the response "so it is 12."."""
+    """Returns one sample for each (gold answer, data set), with the response "so it is 12."."""
     found = {i: data.Problem("?", (1,), gold, dataset=name) for i, (gold, name) in enumerate(problems)}
     with rollout.make_grader(cfg) as grader:
         return rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)[0]
 
 
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
-    """Rows name their data set. Its function replaces the comparison, and its extractor the usual one. Rows
-    that only a function can grade are refused without one."""
+    """Rows name their data set. The data set's function replaces the comparison, and its extractor the usual
+    extractor. Rows that need a function are refused without one."""
     (tmp_path / "mine.py").write_text("def follows(response, answer, kind):\n    return 0.25\n")
     cfg = dataclasses.replace(base, extractor=("boxed", "GSM8K=last_number"),
                               reward=("math=3", f"ifeval@{tmp_path}/mine.py:follows", "format"))
@@ -244,8 +244,8 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """reward/NAME is the mean, over the samples that NAME graded, of what it adds to their score. What graded
-    no sample is not logged."""
+    """reward/NAME is the mean of NAME's contribution to the score, over the samples that NAME graded. A
+    grader without samples is not logged."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -275,7 +275,7 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
     (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):
-    """In training or in evaluation. A preset's own may wait for rows."""
+    """Training or evaluation must have a grader's data set. A preset's own graders may wait for rows."""
     cfg = dataclasses.replace(base, **change)
     sets = [[data.Problem("?", (1,), "2", dataset=name) for name in names]
             for names in (["GSM8K", ""], ["aime"])]
@@ -285,7 +285,7 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The run says which file. With the same text again it goes on."""
+    """The error names the edited file. With the old text restored the run resumes."""
     file, text = tmp_path / "mine.py", "def score(response, answer, kind):\n    return 1.0\n"
     cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
                               out=str(tmp_path / "run"))
@@ -325,7 +325,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """Open-R1's rewards look for <think> in the response. A length reward needs samples to compare."""
+    """Open-R1's rewards look for <think> in the response. A length reward compares a prompt's samples."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -364,7 +364,7 @@ def test_a_cosine_falls_to_its_end_and_a_warm_up_may_be_a_share():
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
-    """Against loops over the answers of random problems. pass@k is the mean over all subsets of k samples."""
+    """Metrics equal loops over random answers. pass@k is the mean over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
@@ -386,14 +386,14 @@ def test_each_problem_has_its_own_value_of_each_metric():
 
 
 def gathered(samples, n):
-    """What gather_scores returns where each rank has every second problem."""
+    """Returns gather_scores' result if each rank has every second problem."""
     world = dist.init("cpu", "float32")
     return rollout.gather_scores([s for s in samples if s.prompt_id % world.size == world.rank], n)
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """One of them dropped every fourth problem. The paired error equals the formula and the bootstrap over
-    problems, and is smaller than that of independent models, because hard problems are hard for both."""
+    """One model lacks every fourth problem. The paired error equals the formula and the bootstrap over
+    problems. The paired error is below the unpaired one, because hard problems are hard for both models."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -412,8 +412,8 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
 
 
 def test_the_repeat_score_is_the_naive_score():
-    """2 Σ LCP / n(n+1) over sorted suffixes, for random texts of two letters, periodic texts, and
-    non-ASCII."""
+    """The score is 2 Σ LCP / n(n+1) over sorted suffixes. Texts: random ones of two letters, periodic ones,
+    and non-ASCII."""
     def naive(text):
         suffixes = sorted((text[i:] for i in range(len(text))), key=lambda s: [ord(c) for c in s])
         total = sum(len(os.path.commonprefix([a, b])) for a, b in itertools.pairwise(suffixes))
@@ -439,8 +439,8 @@ def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
 
 
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
-    """DAPO's penalty falls from 0 to -1 over the buffer and enters the pack's rewards. A response that is
-    left out of the loss adds to no count."""
+    """DAPO's penalty falls from 0 to -1 over the buffer and is part of the pack's rewards. A response
+    excluded from the loss counts nowhere."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
     shaped = rollout.shape_rewards(samples, cfg)
@@ -456,9 +456,9 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """The rewards of a prompt can differ only if 3 divides its answer. After the rounds, prompts whose
-    rewards differ are of that kind, and uniform ones have been replaced. Two ranks and one rank do the
-    same. The uniform prompts that are left are an alarm: there is none where nothing is left."""
+    """A prompt's rewards differ only if 3 divides its answer. Resampling replaces uniform prompts by prompts
+    with differing rewards, equally on one rank and two ranks. An alarm counts the uniform prompts that
+    remain."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"
@@ -483,8 +483,8 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """The reference becomes the policy after each pass over the 40 problems, every 2 steps of 20: the KL is 0
-    again. A run that is resumed in the second epoch equals the uninterrupted run, bit for bit."""
+    """The reference becomes the policy after each pass over the 40 problems (2 steps of 20), so the KL is 0
+    again. A run resumed in the second epoch equals the uninterrupted run, bit by bit."""
     cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
                               critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
@@ -525,7 +525,7 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
 
 
 def test_the_command_line_has_models_then_data_then_flags():
-    """The models end at the first data file. With a chat template ORZ's stop strings go."""
+    """Models come before the first data file. A chat template removes ORZ's stop strings."""
     def split(text):
         cfgs = eval_configs(text.split())
         return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0]
@@ -561,7 +561,7 @@ EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24"
 
 
 def outcome(argv) -> str:
-    """The message with which an evaluation ends, or ""."""
+    """Returns the error message of an evaluation, or ""."""
     try:
         main(argv)
     except (UserError, RuntimeError) as e:
@@ -570,9 +570,9 @@ def outcome(argv) -> str:
 
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monkeypatch, capfd):
-    """Together on two ranks, alone on one, bit by bit; two of one shape share an engine, the third needs its
-    own. Scores and errors are those of the samples, which are all in the file. A folder with results is
-    refused. The last lines compare the models; no line is over 80 columns."""
+    """Scores of three models together on two ranks equal each model's scores alone on one rank, bit by bit.
+    Two models of one shape share an engine. The file has all samples. A folder with results is refused. The
+    last lines compare the models, in at most 80 columns."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
@@ -615,7 +615,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
-    """Over 1 % of a set, as in training. With --go they are told."""
+    """More than 1 % of ungradable gold answers is refused, as in training. With --go it is a warning."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -628,8 +628,8 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """A second model that is too short, or that vLLM can't take beside the first, is refused before the first
-    is evaluated. One that lacks weights fails when they are loaded, and the first model's results stay."""
+    """If the second model is too short, or vLLM can't run it beside the first, the start is refused. If the
+    second model lacks weights, its loading fails, and the first model's results stay."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

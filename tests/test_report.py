@@ -1,5 +1,5 @@
-"""What a person reads about a run: the report escapes what models write and holds everything; runs are told
-apart; a mistake on the command line is one line."""
+"""The report escapes what models write and shows everything. It tells several runs apart. A mistake on the
+command line is one line."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, 
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """The kinds of tags of a page, the texts of its <pre>, and its whole text. Each < begins a tag, because
-    texts are escaped."""
+    """Returns a page's kinds of tags, the texts of its <pre>, and its whole text. Each < begins a tag,
+    because texts are escaped."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -32,7 +32,7 @@ EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &
 
 
 def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
-    """A row of samples/ or eval/."""
+    """Returns a row of samples/ or eval/."""
     return dict(prompt_id=prompt_id, sample_id=sample_id, problem=f"<b>problem</b> {prompt_id}",
                 gold=f"gold<{prompt_id}>", response=text, answer="7<8" if right else None,
                 reward=float(right), reason="correct" if right else "unparsed", stopped=right, tokens=8,
@@ -41,7 +41,8 @@ def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a plan."""
+    """Returns a small run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a
+    plan."""
     out = tmp_path_factory.mktemp("runs") / "small<run>"
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)
@@ -83,7 +84,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
-    """Of a folder of which only metrics.jsonl and samples/ are left."""
+    """The folder has only metrics.jsonl and samples/."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -148,15 +149,15 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
 
 
 def run_of(folder, seed, rows, **changes):
-    """A run's folder with these metrics and the configuration PPO, changed."""
+    """Returns a run's folder with these metrics and a changed copy of the configuration PPO."""
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
     return folder
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """The same run given twice counts once. A run without config.json has no flags to compare, so it is
-    alone."""
+    """A run given twice counts once. A run without config.json has no flags to compare, so it is a recipe of
+    its own."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == {f"{ppo[0]} (2 seeds)": ppo, str(slow): [slow]}
@@ -165,7 +166,7 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At every step that a run has. The mean is drawn where all have one."""
+    """The band covers every step of any run. The mean is drawn only at steps that all runs have."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -186,8 +187,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """One recipe: a panel for each row of PANELS, a line for each metric. Several: a panel for each metric of
-    COMPARED, a line for each recipe. Every row of PANELS has metrics of the table."""
+    """One recipe: a panel per row of PANELS, a line per metric. Several: a panel per metric of COMPARED, a
+    line per recipe. All metrics of PANELS are in docs/metrics.md."""
     drawn, draw = [], report._draw
     monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
     rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]
@@ -204,7 +205,7 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
 
 
 def test_no_legend_covers_data_and_no_word_is_cut():
-    """Also of eight phases, and of six recipes with long names."""
+    """This also holds for eight phases, and for six recipes with long names."""
     curve = {step: 1.0 for step in range(3)}
     phases = [f"time/{name}" for name in "step rollout critic policy eval wait sync save".split()]
     sets = [f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16" for i in range(3)]

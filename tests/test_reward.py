@@ -32,7 +32,7 @@ def boxed(answer: str) -> str:
 
 
 def children(pid: int = 0) -> set[int]:
-    """Ids of all live processes that descend from `pid` (default: this process), read from /proc."""
+    """Returns the ids of all live descendants of process `pid` (default: this process), read from /proc."""
     below, found = {}, set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -57,7 +57,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(true, seconds: float = 90.0) -> bool:
-    """Whether `true()` became true within `seconds`."""
+    """Returns whether `true()` became true within `seconds`."""
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def wait_until(true, seconds: float = 90.0) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the server has replied. The next request is sent at once, in a chunk of its own."""
+    """Waits until the server has replied. The next request is then sent at once, in a chunk of its own."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
     grader._size = 1
@@ -73,14 +73,14 @@ def ready(grader: Grader, spec: str) -> bool:
 
 
 def graded(grader: Grader) -> int:
-    """Number of grades that have arrived."""
+    """Returns the number of grades that have arrived."""
     grader._exchange(0)
     return len(grader._grades)
 
 
 @pytest.fixture(scope="module")
 def grader():
-    """A shared Grader. At the end, no file and no process of it may be left."""
+    """A shared Grader. At the end the fixture checks that the Grader left no file and no process."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
@@ -149,7 +149,7 @@ def test_a_graders_unknown_kind_is_an_error_whatever_the_response_is(grader):
 
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """And no two golds of a set that are written differently are equal: 30 x 30 and 198 x 198 pairs."""
+    """No two different gold answers of a set are equal: 30 x 30 and 198 x 198 pairs."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -160,7 +160,7 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- The Grader.
 
 def test_right_answers_are_right_under_load():
-    """80 different answers at once, all for the workers: waiting in the queue changes no grade."""
+    """The workers get 80 different answers at once. Waiting in the queue changes no grade."""
     n = 80
     cases = [(rf"\frac{{{i}x}}{{7001}}", rf"\frac{{x}}{{7001}} \cdot {i}") for i in range(20, 20 + n)]
     assert all(worker.quick_grade(a, b) is None for a, b in cases)
@@ -172,7 +172,7 @@ def test_right_answers_are_right_under_load():
 
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """One worker works for 3 s by the clock. Each answer takes 0.25 s, far below the limit of 2 s."""
+    """One worker works for 3 s in total. Each answer takes 0.25 s, far below the limit of 2 s."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -189,7 +189,7 @@ def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
     assert len(grader._pending) <= 1  # a fast worker may have answered already
     first = grader.results()
     grader.submit(0, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
-    assert not grader._pending  # it was remembered
+    assert not grader._pending  # the grade came from the cache
     assert grader.results() == {0: first[0]} == {0: Grade(1.0, "correct", r"\sqrt{12345}")}
     assert len(first) == 500 and grader._count == before + 1 and grader.results() == {}
 
@@ -210,7 +210,7 @@ def test_each_reason_occurs(grader, custom):
 
 
 def hostile() -> list[str]:
-    """200 texts that are no sensible answers."""
+    """Returns 200 texts that are no sensible answers."""
     towers = [f"9^{{{'9^{' * k}9{'}' * k}}}" for k in range(2, 4)] + ["7^{99999999999}"]
     towers += [r"1000000000!", r"\binom{10^9}{5 \cdot 10^8}", r"\sum_{n=1}^{10^{12}} \frac{1}{n^2}"]
     pairs = (("{", "}"), ("(", ")"), ("|", "|"), (r"\sqrt{", "}"), (r"\frac{1}{", "}"), ("x^{", "}"),
@@ -230,7 +230,7 @@ def hostile() -> list[str]:
 
 
 def test_hostile_answers_end_within_the_deadline():
-    """Each is graded as timeout, unparsed or wrong, and afterwards the Grader still works."""
+    """Each grade is timeout, unparsed or wrong. Afterwards the Grader still works."""
     cases = hostile()
     assert len(cases) == len(set(cases)) == 200
     with Grader(workers=2, deadline=0.4) as grader:
@@ -263,7 +263,7 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """It gets the whole response. Its exceptions, prints and exits fail only its own answer."""
+    """The function gets the whole response. An exception, print or exit fails only that one answer."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
@@ -303,14 +303,14 @@ def test_custom_reward(custom):
 
 
 def test_an_error_of_several_lines_is_told_in_one(custom):
-    """Alarms are lines."""
+    """An error of several lines becomes one line, because an alarm is one line."""
     spec = custom("def score(response, answer, kind): raise ValueError('a\\n\\n  b\\u2028c')")
     with Grader(customs=[spec], compares=False) as grader:
         grader.submit(0, "5", "5", True, custom=spec)
         assert grader.results()[0].reason == "error" and grader.new_errors() == ["ValueError: a b c"]
 
 
-# What a file may import that lies beside it: a module, a package, a folder, one only when it is called, and
+# What a reward file may import from its folder: a module, a package, a folder, a module at call time, and
 # names that torz has too.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
@@ -329,7 +329,7 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """Two folders have modules of the same names. One worker calls both functions in turn."""
+    """Two folders have modules with the same names. One worker calls a function of each folder in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -351,7 +351,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """They have lazy modules, which can't be asked for anything. The first call works too."""
+    """Both libraries have lazy modules, which fail on attribute access. Even the first call works."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -373,7 +373,7 @@ def test_a_custom_file_that_fails_to_import_is_an_error_that_names_it(custom, li
 
 
 def open_r1_format(text: str) -> float:
-    """Open-R1's format reward by its regular expression, which may take quadratic time."""
+    """Returns Open-R1's format reward by its regular expression, which may take quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
     return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
 
@@ -413,7 +413,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
         server = grader._process.pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
-        time.sleep(0.5)  # until a worker has taken it
+        time.sleep(0.5)  # until a worker has taken the answer
         for i in range(20):
             grader.submit(i, "0.2", str(i), True, custom=spec)
         time.sleep(0.3)
@@ -459,7 +459,7 @@ def test_a_server_that_dies_twice_is_an_error(custom):
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
-    """The server is stopped and gets 10 MB, far more than its pipe holds."""
+    """A stopped server gets 10 MB, far more than its pipe holds."""
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec], compares=False) as grader:
         assert ready(grader, spec)
@@ -474,8 +474,8 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """Here one worker is busy and one is idle. With `held`, another child of the trainer lives on and keeps
-    the server's stdin open."""
+    """One worker is busy and one is idle. With `held`, another child of the trainer lives on and keeps the
+    server's stdin open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time

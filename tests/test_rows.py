@@ -1,4 +1,5 @@
-"""Every row is read right, or refused in one line with file and row. Files, templates and gold answers."""
+"""Every row is read right, or refused in one line with file and row. Also: files, templates and gold
+answers."""
 
 import hashlib
 import json
@@ -28,7 +29,7 @@ Q = "1+1="
 
 
 def said(*turns: tuple[str, str]) -> str:
-    """The turns as a JSON list."""
+    """Returns the turns as a JSON list."""
     return json.dumps([{"role": role, "content": content} for role, content in turns])
 
 
@@ -49,7 +50,7 @@ SHORT = {  # words that stand for long parts of the rows below
 
 
 def fill(line: str) -> str:
-    """The row with its long parts."""
+    """Returns the row with its long parts."""
     return re.sub("|".join(sorted(SHORT, reverse=True)), lambda m: SHORT[m[0]], line)
 
 
@@ -184,7 +185,7 @@ def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    """The demo's, with a chat template that shows all turns."""
+    """Returns the demo's tokenizer with a chat template that shows all turns."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
@@ -205,7 +206,7 @@ def test_a_row_of_every_format_is_read(line, form, tmp_path):
 
 
 def write_parquet(path: Path, line: str) -> None:
-    """Write one row as Parquet. Skips what Parquet can't hold: rows that are lists, and numbers as text."""
+    """Write one row as Parquet. Skips rows that Parquet can't hold: lists, and numbers as text."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -254,8 +255,8 @@ def test_several_data_sets_of_a_row_are_refused(value):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """Columns are shared by all rows, so a field that a row lacks is null. Integers of a column with nulls
-    may be floats. Decimals keep their places."""
+    """All rows share columns, so a missing field is null. Integers of a column with nulls may become floats.
+    Decimals keep their places."""
     pa = pytest.importorskip("pyarrow")
     from decimal import Decimal
 
@@ -322,7 +323,7 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
-    """The demonstration after the question is dropped."""
+    """The prompt drops the demonstration after the question."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
     talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
@@ -371,7 +372,7 @@ def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
-    """A byte order mark is no part of the prompt."""
+    """The prompt does not contain the file's byte order mark."""
     path, template = tmp_path / "d.jsonl", tmp_path / "t.txt"
     path.write_bytes(GOOD)
     template.write_bytes("\ufeffQ: {problem}\r\nA:".encode())
@@ -385,7 +386,7 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """The model would have to write on after its own end: a chat template without a place for the answer, or
+    """A model can't continue after the end token. Causes: a chat template without a place for the answer, or
     a tokenizer that adds the token to every text."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
@@ -405,7 +406,7 @@ def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path
 
 
 def random_json(rng: random.Random, depth: int = 0):
-    """A random value, with the fields that rows have."""
+    """Returns a random JSON value, with the fields that rows have."""
     words = ["1+1=", "2", "", " ", "A", "B", "x\ny", "\\boxed{2}", "\\boxed{", "#### 7", "user", "assistant",
              "system", "math", "choice", "é\u2028", "\ud800", "9" * 30]
     names = ["prompt", "problem", "question", "messages", "answer", "final_answer", "ground_truth",
@@ -449,7 +450,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def gold_rows(hopeless: int, count: int) -> str:
-    """Rows of JSON Lines, the first `hopeless` of which no answer can be right for."""
+    """Returns rows of JSON Lines. No answer can be right for the first `hopeless` rows."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
     good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
@@ -459,7 +460,8 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """A function: what check_gold says of a config's data on one rank, and the message that it raises."""
+    """Returns a function that runs check_gold on a config's data, on one rank. The function returns the
+    result and the error message."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         def check(cfg) -> list[str]:
@@ -475,8 +477,8 @@ def gold_check(tokenizer):
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """Two ranks agree, and name file and row. Over 1 % is refused without --go; a custom reward is not
-    checked; of many gold answers a sample is."""
+    """Two ranks name the same file and row. Over 1 % is refused without --go. A custom reward is not checked.
+    Of many gold answers only a sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -496,8 +498,8 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """Bad ones of an evaluation set refuse nothing. A comparison after a custom reward needs gold answers
-    too."""
+    """Bad gold answers of an evaluation set give a warning only. A comparison after a custom reward also
+    needs gold answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -514,7 +516,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
-    """A run of an earlier version goes on with the prompts that it would have drawn."""
+    """A resumed run of an earlier version draws the same prompts as with that version."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -535,8 +537,8 @@ def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """It chooses extractor and grader. Rows of other data sets or kinds are other problems, and other data
-    sets are other problems to a resumed run."""
+    """The data set chooses extractor and grader. Rows with different data sets or kinds are different
+    problems. A resumed run refuses changed data sets."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
@@ -557,8 +559,8 @@ def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
 
 
 def test_weights_are_each_files_own(tokenizer, tmp_path):
-    """Two files of one weight: each gives its own share of every epoch, and other problems in the next.
-    Replacements are drawn alike."""
+    """Two files of one weight: each gives its share of every epoch, and new problems in the next epoch.
+    Replacements have the same shares."""
     files = write_files(tmp_path, 40, 8, 20)
     cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
     problems = data.load_problems(files, tokenizer, cfg, str)
@@ -607,7 +609,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """--max_model_len 20 leaves no room after 20 tokens. In a longer evaluation there is room."""
+    """--max_model_len 20 leaves no room after 20 tokens. A longer evaluation limit leaves room."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

@@ -19,7 +19,7 @@ def test_two_equal_runs_have_equal_bits(base, two_ranks, tmp_path):
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(base, two_ranks, tmp_path):
     out, rows, policy = two_ranks
-    # What a kill in step 3 leaves: a checkpoint of 2 steps, metrics of more, and part of a checkpoint.
+    # A kill in step 3 leaves a checkpoint of 2 steps, metrics of more steps, and a part of a checkpoint.
     killed = tmp_path / "c"
     shutil.copytree(out / "ckpt" / "step_000002", killed / "ckpt" / "step_000002")
     (killed / "ckpt" / ".step_000004.1.part").mkdir()
@@ -32,7 +32,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(base, two_ranks, tmp
 
 
 def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
-    """The same samples and losses in the first step, token for token; nearly the same rewards later."""
+    """The first step has the same samples and losses, token for token. Later rewards are nearly equal."""
     out, rows, _ = two_ranks
     others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"
@@ -67,7 +67,8 @@ def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(base, tmp_pat
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The first grader is the reward. A part that raises is 0, and its errors are counted under its name."""
+    """The first grader is the reward. A part that raises gives 0, and its errors are counted under its
+    name."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
@@ -84,8 +85,8 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     (dict(reward=("math",)), ["all of the first 32 responses score 0", "needed: ", "--go"]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    """All responses are wrong, or most are cut by length. The output shows three prompts and the grades. The
-    message, the same on both ranks, names the flag."""
+    """All responses are wrong, or most are truncated. The output shows three prompts and the grades. Both
+    ranks show the same message, which names the flag."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)
     assert messages[0] == messages[1] and "\n" not in messages[0], messages

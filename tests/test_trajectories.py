@@ -1,5 +1,5 @@
-"""Rounds and carried trajectories (--round_len, --carry): nothing is lost, drawn twice or taken from other
-weights than it says, on any number of ranks and after any stop."""
+"""Rounds and carried trajectories (--round_len, --carry): no trajectory is lost or drawn twice, and each
+token has its weights' version, on any number of ranks and after any stop."""
 
 import dataclasses
 import shutil
@@ -35,7 +35,8 @@ def answer(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def carrying(base):
-    """Rounds of 5 of at most 24 tokens; half as many prompts again are sampled at a time."""
+    """A config: rounds of 5 tokens, responses of at most 24 tokens, 1.5 times as many prompts sampled as
+    trained."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
@@ -43,7 +44,7 @@ def carrying(base):
 
 
 def setup(folder: str, **settings):
-    """An engine, and twelve problems."""
+    """Returns an engine and twelve problems."""
     settings = dict(stop=tuple("abcdefghijklm"), prompts_per_step=4, samples_per_prompt=3, device="cpu",
                     max_response_len=30, round_len=2, carry=0.75, max_staleness=2) | settings
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=folder, **settings)
@@ -54,8 +55,8 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """This rank's samples of one step after the other, step i with the weights of folders[i], and what was
-    left after each."""
+    """Returns this rank's samples of consecutive steps and the trajectories left after each step. Step i
+    samples with the weights of folders[i]."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -80,7 +81,7 @@ def content(samples) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Weights of six steps: of three random models in turn."""
+    """Returns the weights of six steps: three random models in turn."""
     root = tmp_path_factory.mktemp("versions")
     return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
 
@@ -91,8 +92,8 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Four prompts a step, whole, because they are compared; seven at a time; each at most two steps after
-    the one in which it began."""
+    """Compared samples: each step trains on four whole prompts, with seven in progress. A prompt is trained
+    at most two steps after it began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
@@ -107,7 +108,8 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """Twelve samples a step, the oldest that ended; none lost, none twice; the rest of a prompt later."""
+    """Each step trains on the twelve samples that ended first. None is lost or comes twice. A prompt's other
+    samples follow later."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
@@ -128,7 +130,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Prompt and sample of the trajectories that this rank's engine takes on in each round of a step."""
+    """Returns (prompt, sample) of the trajectories that this rank's engine starts in each round of a step."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
@@ -141,7 +143,8 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """The samples of a prompt are on all ranks, and none moves. The result is the same on any number."""
+    """A prompt's samples are spread over all ranks and do not move. The result does not depend on the number
+    of ranks."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
@@ -159,8 +162,8 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """Its log-prob is the one that the trainer finds with the weights of that step, within 1e-4 nats. Some
-    trajectories have tokens of three steps, and only the last ones are fresh."""
+    """A token's log-prob equals the trainer's with the weights of the token's step, within 1e-4 nats. Some
+    trajectories have tokens of three steps; only the last ones are fresh."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -187,7 +190,7 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """They differ by one at most, nothing is lost, and as few as possible move."""
+    """Ranks' counts differ by at most one. No trajectory is lost, and as few as possible move."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
@@ -210,7 +213,7 @@ def test_without_carry_rounds_change_neither_prompts_nor_versions(tiny):
 
 @pytest.mark.parametrize("round_len", [1, 3])
 def test_a_stop_string_that_a_round_cuts_ends_the_response(tiny, round_len):
-    """No response has one of 676 stop strings before its last token, and those that have one ended there."""
+    """A response ends at the first of 676 stop strings, even if two rounds share the string."""
     settings = dict(round_len=round_len, stop=PAIRS, prompts_per_step=8)
     samples = run_ranks(1, sampled, [tiny], settings)[0][0][0][1]
     tokenizer, ended = model.load_tokenizer(tiny), 0
@@ -240,8 +243,7 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
-    """A trajectory has its environment's texts where its turns ended, however rounds cut them, on any number
-    of ranks."""
+    """The environment's texts stand where turns ended, wherever rounds end, on any number of ranks."""
     (tmp_path / "env.py").write_text(ANSWER)
     settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
     one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]
@@ -261,8 +263,8 @@ def test_turns_and_rounds_go_together(tiny, tmp_path):
 
 
 def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
-    """It is given after the first turn. The trajectory goes on after that, on other ranks and in later
-    steps."""
+    """The environment gives a reward after the first turn. The trajectory keeps the reward on other ranks and
+    in later steps."""
     (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
                                      "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
     settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)
@@ -328,8 +330,8 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 1])
 def test_a_carrying_run_goes_on_as_if_never_stopped(carrying, whole, tmp_path, world):
-    """From the checkpoint after step 2, with trajectories in it: bit by bit on the same ranks, and with equal
-    rewards on one."""
+    """The checkpoint after step 2 has trajectories. The resumed run is bitwise equal on the same ranks, and
+    has equal rewards on one rank."""
     out, rows, weights = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)

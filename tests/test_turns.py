@@ -92,7 +92,7 @@ def fails_on_some(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    """Path of a file with environments, ready for `:FUNCTION`."""
+    """Returns the path of a file with environments; append `:FUNCTION`."""
     file = tmp_path_factory.mktemp("env") / "env.py"
     file.write_text(ENV)
     return str(file)
@@ -102,8 +102,8 @@ def env(tmp_path_factory):
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
-    """Random samples, three a prompt. Texts of the environment lie between their segments, and in some at the
-    end."""
+    """Returns random samples, three a prompt. Texts of the environment lie between the segments, sometimes at
+    the end."""
     g, samples = np.random.default_rng(seed), []
     for i in range(count):
         prompt = tuple(g.integers(3, 90, 4).tolist())
@@ -118,7 +118,7 @@ def with_gaps(seed: int, count: int = 12) -> list[Sample]:
 
 
 def steps_of(samples: list[Sample]) -> list[list[int]]:
-    """For each sample, the places in its pack of the tokens that are trained on."""
+    """Returns, for each sample, the pack positions of its trained tokens."""
     found, start = [], 0
     for s in samples:
         first = start + len(s.prompt)
@@ -131,8 +131,9 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """Its mask is true there; log-probs and advantages are 0 outside; texts of the environment are input. The
-    score is the reward of a sample's last token, for which ppo.gae finds the last sampled one."""
+    """The mask is true on sampled tokens only; elsewhere log-probs and advantages are 0. Texts of the
+    environment are input. A sample's reward is on its last token; ppo.gae moves it to the last sampled
+    token."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -148,7 +149,7 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """The samples with their weights for --aggregation prompt, all in one minibatch."""
+    """Returns the samples with their weights for --aggregation prompt, all in one minibatch."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
@@ -156,7 +157,7 @@ def shares(samples: list[Sample]) -> list[Sample]:
 
 
 def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
-    """With --aggregation prompt. The weights of a pack with all prompts sum to 1."""
+    """--aggregation prompt: the weights of a pack with all prompts sum to 1."""
     p = data.pack(run_ranks(1, shares, with_gaps(1))[0])
     prompts = np.repeat([i // 3 for i in range(12)], np.diff(p.cu_seqlens))
     for i in range(4):
@@ -178,7 +179,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 
 def replies(env: str, questions) -> tuple[list, dict]:
-    """What an environment answers to (problem, text, turn)s, and the errors."""
+    """Returns an environment's replies to a list of (problem, text, turn), and the errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
@@ -219,7 +220,7 @@ PROBLEMS = [f"{a}+{b}=" for a in (10, 11) for b in (12, 17)]
 
 
 def setup(tiny, env, **settings):
-    """An engine for `tiny` and the problems. Random responses end at a letter."""
+    """Returns an engine for `tiny` and the problems. Random responses end at a letter."""
     settings = dict(stop=tuple("abcdefghijklmnopqrstuvwxyz"), samples_per_prompt=3, max_response_len=60,
                     eval_samples=(2,), reward=("math",), device="cpu", grade_deadline=1.0) | settings
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, env=env, **settings)
@@ -229,7 +230,7 @@ def setup(tiny, env, **settings):
 
 
 def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
-    """This rank's trajectories of a step, and the errors."""
+    """Returns this rank's trajectories of a step, and the errors."""
     engine, problems = setup(tiny, env, **settings)
     cfg, weights = engine.cfg, model.files_weights(tiny, torch.device("cpu"), torch.float32)
     if engine.ranks > 1:
@@ -242,13 +243,13 @@ def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """Responses without an environment."""
+    """Returns responses without an environment."""
     return sampled(tiny, "")[0]
 
 
 @pytest.fixture(scope="module")
 def twice(tiny, env):
-    """Trajectories of up to three turns."""
+    """Returns trajectories of up to three turns."""
     samples, errors = sampled(tiny, f"{env}:twice")
     assert not errors and max(s.turns for s in samples) == 3
     return samples
@@ -260,8 +261,8 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first segment is what is sampled without an environment; then come the environment's text, token by
-    token, and a segment that the policy goes on with."""
+    """The first segment equals the response without an environment. Then come the tokens of the environment's
+    text and the policy's next segment."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -283,7 +284,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """Without an end token, and with the stop string."""
+    """The environment gets the last segment without the end token and with the stop string."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -296,7 +297,7 @@ def test_the_environment_reads_the_last_segment_alone(tiny, env):
 
 
 def test_later_turns_have_their_own_randomness(tiny, env):
-    """No turn is sampled with the randomness of another one."""
+    """No two turns share a random stream."""
     seen = []
 
     class Spy(TorchEngine):
@@ -316,7 +317,8 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """Of response and of model length. What reaches it is truncated; --max_turns ends a trajectory too."""
+    """All turns share the response limit and the model length. A trajectory at a limit is truncated.
+    --max_turns also ends one."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
@@ -327,7 +329,7 @@ def test_all_turns_share_the_budget(tiny, env, settings, most):
 
 
 def test_the_environments_reward_is_the_trajectorys(tiny, env):
-    """The last one that it gave, with the reason of its sign, in place of the first grader's."""
+    """The environment's last reward replaces the first grader's. The reward's sign gives the reason."""
     samples, _ = sampled(tiny, f"{env}:paid")
     seen = {(s.turns, s.stopped): (s.reward, s.reason) for s in samples}
     assert seen[2, True] == (-3.0, "wrong") and "left out" not in "".join(s.text for s in samples)
@@ -337,7 +339,7 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 @pytest.mark.parametrize(("name", "reason"), [("hangs", "timeout"), ("floods", "error")])
 def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
-    """The trajectory is what was sampled until then; its reward is 0, and the reason is counted."""
+    """The trajectory keeps the tokens sampled so far. Its reward is 0, and the reason is counted."""
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
@@ -351,7 +353,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """What score_sets returns for the problems as a held-out set."""
+    """Returns score_sets' result for the problems as a held-out set."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
@@ -360,7 +362,7 @@ def evaluated(tiny, env) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """And saved rows tell the turns, where there are several."""
+    """Saved rows show the turns if there are several."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
     assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
@@ -381,7 +383,7 @@ def test_mistakes_are_one_line(tmp_path, env):
 
 
 def test_an_edited_environment_is_noticed(tmp_path):
-    """Its file is among the reward files, which resume compares; evaluation reads the flag too."""
+    """The environment's file is a reward file, which resume compares. Evaluation reads the flag too."""
     file = tmp_path / "env.py"
     file.write_text(ENV)
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], env=f"{file}:twice")
@@ -395,7 +397,7 @@ def test_an_edited_environment_is_noticed(tmp_path):
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
-    """It guesses sums of two 4-digit numbers, or has them worked out. Being right pays for the calls."""
+    """The model can guess a sum of two 4-digit numbers or call the calculator. Right answers are rewarded."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15

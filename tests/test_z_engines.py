@@ -1,4 +1,4 @@
-"""The tests that both engines pass: plain PyTorch's, and the real vLLM (its CPU build). Neither is mocked."""
+"""Tests that both engines pass: plain PyTorch's, and the real vLLM (its CPU build)."""
 
 import dataclasses
 import json
@@ -36,9 +36,8 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Results of ranks.engine_samples on the ranks of two engines of two ranks each, by rank. With fewer than
-    4 cores it is one engine, because waiting ranks keep a core busy. It runs before this process has a
-    process group of its own."""
+    """Returns ranks.engine_samples by rank, of two engines with two ranks each. With fewer than 4 cores there
+    is one engine, because waiting ranks keep a core busy. Runs before this process has a process group."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -46,8 +45,8 @@ def tp_samples(tiny, env):
 
 
 def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts, env):
-    """Weights stream from shards on all ranks. Each sample is on one rank, with equal tokens and log-probs,
-    and the ranks of an engine have equally many. The self-check passes."""
+    """Weights stream from shards on all ranks. Each sample is on one rank, with equal tokens and log-probs.
+    The ranks of an engine have equally many samples. The self-check passes."""
     engines, policy, _ = engines
     for temperature in (0.0, 1.0):
         alone = generate(engines["vllm"], policy, prompts, n=3, temperature=temperature)
@@ -67,7 +66,7 @@ def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samp
 
 @pytest.fixture(scope="session")
 def engines(tiny):
-    """Both engines by name, the policy whose weights they get, and the tokenizer."""
+    """Returns both engines by name, the policy that gives them weights, and the tokenizer."""
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
@@ -92,7 +91,8 @@ def prompts(engines):
 
 
 def generate(engine, policy, prompts, **changes):
-    """Samples by (prompt_id, sample_id), with the weights of `policy` and these changes of OPTIONS."""
+    """Returns samples by (prompt_id, sample_id), with the weights of `policy` and these changes of
+    OPTIONS."""
     with engine.awake(dist.full_weights(policy), version=3):
         return {(s.prompt_id, s.sample_id): s for s in responses(engine, prompts, **OPTIONS | changes)}
 
@@ -125,8 +125,8 @@ def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    """Greedy: one row per prompt. Sampled: at least one row per different prefix and at most one per
-    response. Shared rows change neither log-probs nor tokens."""
+    """Greedy sampling keeps one row per prompt. Random sampling keeps between one row per different prefix
+    and one per response. Shared rows change no log-prob and no token."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
     def counted_step(tokens, *rest):
@@ -152,7 +152,7 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
 
 
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts):
-    """The torch engine, with prompts of several lengths, where all new memory is filled with NaN."""
+    """The torch engine samples prompts of several lengths while all new memory is filled with NaN."""
     torch.use_deterministic_algorithms(True)  # fills the tensors of torch.empty with NaN
     try:
         assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
@@ -170,7 +170,8 @@ def test_stale_weights_are_refused(engine, policy, prompts):
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
-    """Neither other prompts nor earlier calls change it. Samples of one prompt differ from each other."""
+    """Other prompts and earlier calls do not change a sample. Samples of one prompt differ from each
+    other."""
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
@@ -181,7 +182,7 @@ def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, promp
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
-    """Each response is then the start of the one without it."""
+    """A response with a limit is the start of the same response without a limit."""
     limits = {(i, j): 2 + 3 * i for i in prompts for j in range(2)}
     whole, requests = generate(engine, policy, prompts, n=2), {k: prompts[k[0]] for k in limits}
     with engine.awake(dist.full_weights(policy), version=3):
@@ -194,7 +195,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
-    """vLLM reads 4,096 tokens in a step on a CPU. It would fail where it reads a part of a prompt."""
+    """vLLM on a CPU reads 4,096 tokens in a step, and fails if it reads a part of a prompt."""
     length = CFG.model_len - 8
     prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
     assert CFG.max_num_seqs * length > 5000
@@ -202,7 +203,7 @@ def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, polic
 
 
 def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, env, monkeypatch):
-    """And their first segments are the responses without an environment."""
+    """The first segments equal the responses without an environment."""
     cfg = dataclasses.replace(engine.cfg, env=env, stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
     if isinstance(engine, torch_engine.TorchEngine):  # it looks only where a stop string could end
@@ -260,7 +261,7 @@ def test_the_torch_engine_samples_from_the_softmax():
 
 
 def tiny_run(tiny, tmp_path, **changes):
-    """The config of two steps of GRPO on ten sums."""
+    """Returns a config: two steps of GRPO on ten sums."""
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 20)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return dataclasses.replace(
@@ -270,7 +271,7 @@ def tiny_run(tiny, tmp_path, **changes):
 
 
 def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, tiny, tmp_path, monkeypatch):
-    """Train with this engine. Then vLLM with the exported weights samples the tokens of transformers."""
+    """Train with this engine. vLLM with the exported weights then samples the same tokens as transformers."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -299,7 +300,7 @@ def vllm(engines):
 
 
 def other_weights(tiny):
-    """The policy with other weights."""
+    """Returns the policy with other weights."""
     other = model.load_policy(tiny)
     with torch.no_grad():
         for p in other.parameters():
@@ -308,7 +309,7 @@ def other_weights(tiny):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """guard.selfcheck, called as train.py calls it. Returns an error or "", and the largest gap in nats."""
+    """Returns guard.selfcheck's error or "", and the largest gap in nats. Calls it as train.py does."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
@@ -350,7 +351,7 @@ def test_a_second_awake_is_refused_and_the_first_goes_on(engine, policy, prompts
 
 def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompts):
     def stream_of(times, prefix):
-        """The policy's weights; those whose name starts with `prefix` come `times` times."""
+        """Yields the policy's weights. Weights whose name starts with `prefix` come `times` times."""
         for name, tensor in dist.full_weights(policy):
             for _ in range(times if name.startswith(prefix) else 1):
                 yield name, tensor
@@ -377,7 +378,7 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """vLLM also resets it when it falls asleep, so the fault is put where both calls end."""
+    """vLLM also resets the cache when it falls asleep, so the fault is put where both resets end."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -392,7 +393,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The engine already has the right weights, so it is the sync of halved weights that shows the fault."""
+    """The engine already has the right weights, so only the sync of halved weights shows the fault."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
@@ -410,7 +411,7 @@ def test_another_temperature_is_caught(engine, policy, engines, monkeypatch):
 
 
 def test_abandoned_requests_are_aborted(engine, policy, prompts):
-    """The next call returns all of its own samples and no other ones."""
+    """The next call returns exactly its own samples."""
     with engine.awake(dist.full_weights(policy), version=3):
         next(iter(responses(engine, prompts, **OPTIONS | {"n": 4})))
     samples = generate(engine, policy, prompts, n=2)
@@ -419,7 +420,8 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """It has the memory ledger and the flags to change. Afterwards the engine is asleep, and works again."""
+    """The error has the memory ledger and the flags to change. Afterwards the engine sleeps, and works
+    again."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
@@ -441,7 +443,7 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
 
 def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, prompts, monkeypatch):
-    """The scheduler schedules nothing. The error comes before dist.watch would end the process."""
+    """vLLM's scheduler schedules nothing. The error comes before dist.watch would end the process."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core, "step_fn", lambda: ({}, False))
     monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stall_limit=1.0))
@@ -455,7 +457,8 @@ def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, promp
 
 def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
     def sleep_with(gib):
-        """Allocate memory while the engine is awake. Returns it, and the warning after the engine slept."""
+        """Allocate memory while the engine is awake. Returns the memory, and the warning after the engine
+        slept."""
         with engine.awake(dist.full_weights(policy), version=3):
             memory = torch.ones(int(gib * 2**28))  # 4 bytes each
         return memory, engine.ledger.pending_warning(engine.ledger.metrics()["mem/residual_gb"])
@@ -471,7 +474,7 @@ def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
 
 
 def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, capsys):
-    """Metrics are equal with and without it. They have the ledger, which --verbose prints."""
+    """Metrics are equal with and without the self-check. --verbose prints the memory ledger."""
     from log import read_metrics
 
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
@@ -488,7 +491,8 @@ def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, 
 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tmp_path, monkeypatch):
-    """vLLM by the self-check. Without a self-check, both engines by the gap of the first step."""
+    """The self-check finds vLLM's error. Without a self-check, the first step's gap finds both engines'
+    errors."""
 
     real = engine.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
