@@ -181,7 +181,7 @@ def in_bf16(path: str) -> tuple[float, bool]:
 def main(cfg, with_report: bool = False) -> str:
     """Train. Returns a user error's message, or "". Writes no report, which saves one second a run."""
     if not with_report:
-        train.report.write_report = lambda folder: None  # this process ends with the run, so no other run is affected
+        train.report.write_report = lambda folder: None  # the process ends after this run
     try:
         train.main(cfg)
     except UserError as e:
@@ -205,9 +205,8 @@ def restored(cfg, out) -> dict:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepare a run up to its first step. Returns the first step's number, the start message, and the
-    unsharded weights and optimizer state by name. Returns the message instead if a user error ends the
-    start."""
+    """Prepare a run. Returns the first step, the start message, and unsharded weights and optimizer state by
+    name; or the message of a user error."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -248,9 +247,8 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Run updates with gradients that are not finite. Returns whether the first one left weights and
-    optimizer state unchanged, whether a finite update after it moved the weights, and the error of the third
-    in a row."""
+    """Run non-finite updates. Returns whether the first left weights and optimizer state unchanged, whether a
+    finite update then moved the weights, and the error of the third in a row."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()

@@ -57,7 +57,7 @@ def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
     for numbers in task.problems(rng)[:500]:
         gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
         right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
-    least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)  # a base model rarely copies countdown's attempts right
+    least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)  # attempts are hard to copy
     assert least < fmean(right) < most
 
 
@@ -204,8 +204,7 @@ def test_without_the_stop_gradient_nothing_is_learned(restored):
 
 
 def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
-    """`--vary FILE:NAME` replaces group_advantages with the function from docs/forking.md. Its baseline is
-    the group's median."""
+    """docs/forking.md's function replaces group_advantages. Its baseline is the group's median."""
     file, text = tmp_path / "my.py", (ablations.ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def advantage(" in block]
     file.write_text(code)
@@ -221,8 +220,7 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """During five steps the engine samples with stale weights; the evaluation after the last step uses the
-    newest. Noise changes the log-probs of the samples."""
+    """Five steps sample with stale weights; the last evaluation uses the newest. Noise changes log-probs."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):
@@ -240,8 +238,7 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """Two packs have 4 and 12 tokens. The right gradient weighs each token 1/16; the mean of the packs' means
-    weighs tokens 1/8 and 1/24."""
+    """Packs of 4 and 12 tokens: the mean weighs tokens 1/16, the mean of means weighs them 1/8 and 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

@@ -96,9 +96,8 @@ OPTIMIZERS = {  # and the number of state tensors in a checkpoint, for two linea
 
 
 def trained(kind, out, shard_ranks=0):
-    """Returns weights and optimizer state of two sharded models after 6 steps, and the save's message. One
-    model has the optimizer `kind`, the other none. If `out` is a folder, the training is saved and resumed
-    after step 3."""
+    """Returns weights and optimizer state of two models, one with the optimizer `kind` and one without, after
+    6 steps; and the save's message. With a folder `out` the training saves and resumes after step 3."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "problems": "some", "reward_files": {}}
 
@@ -132,8 +131,8 @@ def trained(kind, out, shard_ranks=0):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_resumes_as_if_never_stopped(kind, tmp_path):
-    """A checkpoint restores the state of any optimizer, also an empty state before the first step. Training
-    during the write does not change the checkpoint."""
+    """A checkpoint restores any optimizer's state, also an empty one. Steps during the write don't alter the
+    file."""
     straight = run_ranks(2, trained, kind, None)
     resumed = run_ranks(2, trained, kind, tmp_path)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -242,7 +241,6 @@ def test_a_full_disk_costs_one_checkpoint(base, tmp_path, capfd):
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_loaded(base, tmp_path):
-    """If the checkpoints can't fit, the run ends with one line and writes no metrics."""
     said, = run_ranks(1, ranks.main, dataclasses.replace(base, out=str(tmp_path / "o"), keep=10**9))
     assert "free in" in said and "--keep" in said and not (tmp_path / "o" / "metrics.jsonl").exists()
 

@@ -202,7 +202,7 @@ def test_shell_scripts_are_shell():
 STAND_INS = {  # for Slurm's programs; they record what they are called with
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Stand-in for srun: runs until a signal, then saves for a moment. On request it exits with status 3 instead.
+    # Stand-in for srun: runs until a signal, then saves for a moment; or exits with status 3 if asked to.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -338,8 +338,8 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has one row per fault of bench/chaos.py, and one for the lost node of --nodes 2. Each
-    row names a test or a command that shows the fault."""
+    """docs/faults.md has one row per fault of bench/chaos.py, and one for --nodes 2. Each row names a test or
+    a command that shows the fault."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]

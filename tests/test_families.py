@@ -43,7 +43,6 @@ def test_every_supported_family_has_a_model():
 
 @pytest.mark.parametrize("model_type", model.FAMILIES)
 def test_the_default_settings_of_a_family_are_accepted(model_type):
-    """A family's default config, which is a published model's, is accepted."""
     model.check_settings(AutoConfig.for_model(model_type), model_type)
 
 

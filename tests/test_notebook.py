@@ -59,7 +59,6 @@ def test_every_cell_runs_and_the_policy_learns(base):
 
 
 def test_the_file_is_a_valid_notebook():
-    """Format 4.5: every cell has a unique id."""
     book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
     assert {"kernelspec", "language_info"} <= set(book["metadata"])

@@ -34,8 +34,7 @@ DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value
     ("llama", dict(head_dim=24)), ("mistral", dict(tie_word_embeddings=True, head_dim=40)),
 ])
 def test_parameters_are_counted_exactly(family, more, tmp_path):
-    """From a config.json file: parameters of the language model, and of the critic with a scalar head. Other
-    families: test_families.py."""
+    """A config.json file gives the parameters of the language model, and of the critic with a scalar head."""
     config = AutoConfig.for_model(family, **DIMS | more)
     config.save_pretrained(tmp_path)
     shape = plan.read_shape(str(tmp_path))

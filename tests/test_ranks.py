@@ -14,7 +14,6 @@ from configs import PRESETS
 
 
 def config(tiny, **changes):
-    """Returns the config of a job."""
     base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16,
                 max_response_len=32, prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
     return dataclasses.replace(PRESETS["tiny-ppo"], **base | changes)
@@ -130,7 +129,6 @@ def stepped():
 
 
 def state(optimizer):
-    """Returns all tensors of an optimizer's state."""
     return [x for of_param in optimizer.state.values() for x in of_param.values()]
 
 

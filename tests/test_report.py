@@ -41,8 +41,7 @@ def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a small run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a
-    plan."""
+    """Returns a run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a plan."""
     out = tmp_path_factory.mktemp("runs") / "small<run>"
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)

@@ -73,7 +73,6 @@ def ready(grader: Grader, spec: str) -> bool:
 
 
 def graded(grader: Grader) -> int:
-    """Returns the number of grades that have arrived."""
     grader._exchange(0)
     return len(grader._grades)
 
@@ -210,7 +209,6 @@ def test_each_reason_occurs(grader, custom):
 
 
 def hostile() -> list[str]:
-    """Returns 200 texts that are no sensible answers."""
     towers = [f"9^{{{'9^{' * k}9{'}' * k}}}" for k in range(2, 4)] + ["7^{99999999999}"]
     towers += [r"1000000000!", r"\binom{10^9}{5 \cdot 10^8}", r"\sum_{n=1}^{10^{12}} \frac{1}{n^2}"]
     pairs = (("{", "}"), ("(", ")"), ("|", "|"), (r"\sqrt{", "}"), (r"\frac{1}{", "}"), ("x^{", "}"),

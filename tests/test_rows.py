@@ -1,5 +1,4 @@
-"""Every row is read right, or refused in one line with file and row. Also: files, templates and gold
-answers."""
+"""Every row is read right, or refused in one line with file and row. Files, templates, gold answers."""
 
 import hashlib
 import json
@@ -460,8 +459,7 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function that runs check_gold on a config's data, on one rank. The function returns the
-    result and the error message."""
+    """Returns a function: check_gold's result on a config's data, on one rank, and its error message."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         def check(cfg) -> list[str]:

@@ -67,8 +67,7 @@ def test_a_reward_that_raises_is_counted_and_does_not_stop_the_run(base, tmp_pat
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The first grader is the reward. A part that raises gives 0, and its errors are counted under its
-    name."""
+    """The first grader is the reward. A part that raises gives 0; errors are counted by part."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)

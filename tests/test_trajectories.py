@@ -35,8 +35,7 @@ def answer(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def carrying(base):
-    """A config: rounds of 5 tokens, responses of at most 24 tokens, 1.5 times as many prompts sampled as
-    trained."""
+    """A config: rounds of 5 of at most 24 tokens; a step samples 1.5 times the prompts that it trains on."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
@@ -44,7 +43,6 @@ def carrying(base):
 
 
 def setup(folder: str, **settings):
-    """Returns an engine and twelve problems."""
     settings = dict(stop=tuple("abcdefghijklm"), prompts_per_step=4, samples_per_prompt=3, device="cpu",
                     max_response_len=30, round_len=2, carry=0.75, max_staleness=2) | settings
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=folder, **settings)
@@ -108,8 +106,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """Each step trains on the twelve samples that ended first. None is lost or comes twice. A prompt's other
-    samples follow later."""
+    """A step trains on the 12 oldest finished samples. None is lost or comes twice; the rest come later."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
@@ -143,8 +140,8 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """A prompt's samples are spread over all ranks and do not move. The result does not depend on the number
-    of ranks."""
+    """A prompt's samples are spread over all ranks and stay there. Any number of ranks gives equal
+    results."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)

@@ -131,9 +131,8 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """The mask is true on sampled tokens only; elsewhere log-probs and advantages are 0. Texts of the
-    environment are input. A sample's reward is on its last token; ppo.gae moves it to the last sampled
-    token."""
+    """Mask, log-probs and advantages are nonzero on sampled tokens only; the environment's texts are input. A
+    reward is on the sample's last token; ppo.gae moves it to the last sampled one."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -317,8 +316,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """All turns share the response limit and the model length. A trajectory at a limit is truncated.
-    --max_turns also ends one."""
+    """A trajectory at the response limit or the model length is truncated. --max_turns also ends one."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors

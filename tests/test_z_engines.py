@@ -91,8 +91,7 @@ def prompts(engines):
 
 
 def generate(engine, policy, prompts, **changes):
-    """Returns samples by (prompt_id, sample_id), with the weights of `policy` and these changes of
-    OPTIONS."""
+    """Returns samples by (prompt_id, sample_id) with the weights of `policy` and changed OPTIONS."""
     with engine.awake(dist.full_weights(policy), version=3):
         return {(s.prompt_id, s.sample_id): s for s in responses(engine, prompts, **OPTIONS | changes)}
 
@@ -170,8 +169,7 @@ def test_stale_weights_are_refused(engine, policy, prompts):
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
-    """Other prompts and earlier calls do not change a sample. Samples of one prompt differ from each
-    other."""
+    """Other prompts and earlier calls change no sample. Samples of one prompt differ."""
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
@@ -420,8 +418,7 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """The error has the memory ledger and the flags to change. Afterwards the engine sleeps, and works
-    again."""
+    """The error has memory ledger and flags to change. Afterwards the engine sleeps, and works again."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
@@ -457,8 +454,7 @@ def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, promp
 
 def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
     def sleep_with(gib):
-        """Allocate memory while the engine is awake. Returns the memory, and the warning after the engine
-        slept."""
+        """Allocate memory while the engine is awake. Returns the memory, and the warning after sleeping."""
         with engine.awake(dist.full_weights(policy), version=3):
             memory = torch.ones(int(gib * 2**28))  # 4 bytes each
         return memory, engine.ledger.pending_warning(engine.ledger.metrics()["mem/residual_gb"])
@@ -491,8 +487,7 @@ def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, 
 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tmp_path, monkeypatch):
-    """The self-check finds vLLM's error. Without a self-check, the first step's gap finds both engines'
-    errors."""
+    """The self-check refuses vLLM. Without self-checks, the first step's gap refuses both engines."""
 
     real = engine.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
