@@ -1,24 +1,24 @@
-"""Checkpoints that are whole or do not count, resuming, and Hugging Face exports.
+"""Atomic checkpoints (complete or ignored), resuming, and Hugging Face exports.
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00000.safetensors   one a rank: its slices of all tensors; the header holds their offsets
-    carried-00000.json        of each rank that has some: trajectories that the next step continues (--carry)
-    state.json                steps done, config, fingerprint of the problems, versions
-    COMPLETE                  bytes and CRC-32 of every file; without it the checkpoint does not count
+    shard-00000.safetensors   one file a rank: the rank's slices of all tensors; the header has the offsets
+    carried-00000.json        with --carry, one file a rank: its trajectories that the next step continues
+    state.json                number of finished steps, config, fingerprint of the problems, versions
+    COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
 The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
-any number of ranks. Their keys are `policy.NAME` (the fp32 weight), `policy.NAME.exp_avg` and so on (each
-tensor of the optimizer's state for that weight); the same for `critic` and `ref`. Nothing is pickled. There
-is no random state to save: every random choice is a function of (seed, step).
+any number of ranks. The key of an fp32 weight is `policy.NAME`. The keys of the weight's optimizer state are
+`policy.NAME.exp_avg` and so on. `critic` and `ref` have the same kind of keys. Nothing is pickled. No random
+state is saved, because every random choice is a function of (seed, step).
 
-A thread writes the files beside the training. DCP could write them too, but it would build each file in host
-memory, and would need a second process so that its Python code does not hold the GIL.
+A thread writes the files while training continues. DCP's own writer would build each file in host memory. It
+would also need a second process, so that its Python code does not hold the GIL.
 
-`publish` is where a finished checkpoint's folder appears; `complete` lists a run's, and `find` is where
-the one to start from is looked up. Nothing replaces a checkpoint, and only `prune` removes one. An export
-replaces an earlier export, which `torz.json` marks, and nothing else. A state with NaN or infinity is neither
-saved nor exported.
+`publish` makes a finished checkpoint visible. `complete` lists the checkpoints of a run. `find` looks up the
+checkpoint to start from. A checkpoint is never overwritten, and only `prune` deletes one. An export
+overwrites only an earlier export, which has the marker file `torz.json`. A state with NaN or infinity is
+never saved.
 
     python ckpt.py export RUN STEP|best|last OUT [critic]  # the policy (or critic) as a Hugging Face folder
     python ckpt.py verify RUN                              # compare every file with its checksum
@@ -60,7 +60,7 @@ from model import Critic, Policy, load_config, load_tokenizer
 
 MARKER = "torz.json"  # of an exported folder
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
-OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # a checkpoint's
+OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]  # by name: policy, critic, ref (without optimizer)
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
 
@@ -73,11 +73,11 @@ def _is_main():
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """The live tensors that a checkpoint keeps: each weight, and each tensor in the optimizer's state for it.
-    An optimizer that has not stepped yet has no state. Names are unique, because no module has a parameter
-    and a submodule of the same name."""
+    """Returns name -> tensor, for all tensors of a checkpoint: the weights, and the tensors of the
+    optimizer's state. The tensors are not copied. An optimizer without a step has no state yet. Names are
+    unique, because no module has a parameter and a submodule of the same name."""
     out = {}
-    for name, p in model.named_parameters():  # a tied head comes once, as the embedding
+    for name, p in model.named_parameters():  # named_parameters lists a tied head once, as the embedding
         out[name] = p.detach()
         if optimizer:
             out |= {f"{name}.{kind}": value for kind, value in optimizer.state.get(p, {}).items()}
@@ -91,11 +91,11 @@ class StagingBuffer:
     def __init__(self, models: Models) -> None:
         self.models = models
         self.slices: dict[str, Tensor] = {}
-        self.offsets: dict[str, list[int]] = {}  # of the slices that this rank writes
+        self.offsets: dict[str, list[int]] = {}  # where each slice that this rank writes begins in its tensor
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy what the models hold now. All ranks must call this together."""
+        """Copy the models' current state to the buffer. All ranks must call this together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in tensors_of(model, optimizer).items()}
         local = {key: x.to_local() if isinstance(x, DTensor) else x for key, x in live.items()}
@@ -105,12 +105,12 @@ class StagingBuffer:
         torch._foreach_copy_(list(self.slices.values()), list(local.values()))
 
     def not_finite(self) -> str:
-        """Name of a tensor of which this rank's slice holds NaN or infinity, or ""."""
+        """Returns the name of a tensor with NaN or infinity in this rank's slice, or "" if there is none."""
         return next((key for key in self.offsets if not is_finite(self.slices[key])), "")
 
     def write(self, file: Path) -> None:
         """Write the slices that this rank owns in DCP's format, and wait until they are on the disk.
-        save_file writes from their memory without the GIL, so that training and vLLM go on."""
+        save_file releases the GIL while it writes, so training and vLLM continue."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -118,14 +118,14 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether no number of `x` is NaN or infinite. aminmax returns NaN where there is one, and takes 0.1 s a
-    GB on one core; isfinite takes 1.5."""
+    """Returns whether all numbers of `x` are finite. If `x` has a NaN, aminmax returns NaN. aminmax takes
+    0.1 s a GB on one core, and isfinite takes 1.5 s a GB."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Where this rank's slice of each tensor begins. A slice that several ranks hold belongs to the first of
-    them; the others leave it out."""
+    """Returns name -> offset of this rank's slice in the whole tensor. If several ranks hold the same slice,
+    only the first of these ranks has an entry and writes the slice."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -134,8 +134,8 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
-    """A file's CRC-32 in 8 hexadecimal digits, without the GIL: 0.33 s a GB on one core, and SHA-256, where
-    the CPU has instructions for it, 0.65."""
+    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL meanwhile. CRC-32 takes
+    0.33 s a GB on one core. SHA-256 takes 0.65 s a GB on a CPU with instructions for SHA-256."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -144,7 +144,7 @@ def crc32(file: Path) -> str:
 
 
 def _describe(*files):
-    """Size and checksum of each file, by name."""
+    """Returns file name -> size and checksum."""
     return {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in files}
 
 
@@ -168,7 +168,7 @@ def write_samples(file: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """The trajectories of all ranks in a checkpoint, ordered by (prompt_id, sample_id)."""
+    """Returns the saved trajectories of all ranks, ordered by (prompt_id, sample_id)."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -192,48 +192,48 @@ class Saver:
                  saved: int | None) -> None:
         self.out, self.cfg, self.saved = out, cfg, saved
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        for who in models:  # refused before the training, not after it
+        for who in models:  # raise now, not at the end of training
             dist.together(lambda who=who: check_export_path(out / "export" / who))
-        self.group = td.new_group(backend="gloo")  # its collectives run beside the training's
+        self.group = td.new_group(backend="gloo")  # for the thread's collectives, beside those of training
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
-        self.in_flight: Future[str] | None = None  # a save whose warning was not returned yet
-        self.failed = False  # whether the last save that ended failed
-        if _is_main():  # what a killed run had no time for
+        self.in_flight: Future[str] | None = None  # the current save, or one whose warning is due
+        self.failed = False  # whether the last finished save failed
+        if _is_main():  # clean up after a run that was killed
             remove_unfinished(out / "ckpt" / "step_*")
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> str:
-        """Finish the previous save, then start the checkpoint after `step` steps, unless it exists; with
-        `wait`, finish it too. `carried`: this rank's trajectories that the next step continues. Returns a
-        warning, or "". Raises UserError as `finish` does."""
+        """Finish the previous save. Then start to save the checkpoint after `step` steps, unless it exists.
+        With `wait`, finish this save too. `carried`: this rank's trajectories that the next step continues.
+        Returns a warning, or "". Raises UserError as `finish` does."""
         warning = self.finish()
         if step == self.saved:
             return warning
         self.buffer.update()
-        token = dist.gather(secrets.token_hex(8))[0]  # a late write of a dead run goes to another folder
+        token = dist.gather(secrets.token_hex(8))[0]  # so an old process that still writes has another folder
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
         return (self.finish() if wait else "") or warning
 
     def finish(self) -> str:
-        """Wait for the save in flight. Returns what `pending_warning` does. Raises UserError, the same on
-        every rank, after two failures in a row, and for a state that is not finite, because it never
-        heals."""
+        """Wait for the unfinished save. Returns a warning, or "". Raises UserError, the same on every rank,
+        if two saves in a row failed, or if the state has NaN or infinity (the next state would have them
+        too)."""
         if self.in_flight:
             self.in_flight.result()
         return self.pending_warning()
 
     def pending_warning(self) -> str:
-        """What went wrong in a save, once, as soon as this rank knows it; else ""."""
+        """Returns the warning of a finished save, or "". A warning is returned once."""
         if not self.in_flight or not self.in_flight.done() or self.in_flight.exception():
             return ""
         ended, self.in_flight = self.in_flight, None
         return ended.result()
 
     def _complete(self, step, temp, carried):
-        """In the thread: write this rank's files. When all ranks have, rank 0 publishes the checkpoint.
-        Returns a warning or "", the same on all ranks. Raises UserError as `finish` does."""
+        """Runs in the thread. Write this rank's files. After all ranks wrote their files, rank 0 publishes
+        the checkpoint. Returns a warning or "", the same on all ranks. Raises UserError as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -258,22 +258,23 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """On rank 0: publish the checkpoint, then prune. Returns an error in one line or "", and a warning of
-        what could not be pruned. `every`: the error and the files of each rank."""
+        """On rank 0: publish the checkpoint, then prune old checkpoints. Returns (error, warning). The error
+        is one line or "". The warning names checkpoints that could not be deleted, or is "". `every`: (error,
+        files) of each rank."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
-            shutil.rmtree(temp, ignore_errors=True)  # it may be what fills the disk
+            shutil.rmtree(temp, ignore_errors=True)  # the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
             return f"the checkpoint after {step} steps failed: {error}; the last complete one: {last}", ""
         return "", "; ".join(prune(self.out, self.cfg.keep, self.cfg.keep_best))
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """("", what work(*args) returns); or (what went wrong, in one line, None)."""
+    """Returns ("", the result of work(*args)); or (the error in one line, None) if `work` failed."""
     try:
         return "", work(*args)
     except (OSError, SafetensorError) as e:
@@ -281,22 +282,25 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """The hidden folder in which `final` is written, before it gets its name."""
+    """Returns the hidden folder in which `final` is written. When it is finished, it is renamed to
+    `final`."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Remove what killed writers left of `final`, whose name may be a pattern."""
+    """Delete unfinished folders of `final` that killed processes left. The name of `final` may be a
+    pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> None:
-    """Turn the folder `temp`, which all ranks have written, into the checkpoint `final`. This is the one
-    place where a finished checkpoint appears: an upload would start at the end of this function.
+    """Turn the folder `temp`, which has the files of all ranks, into the checkpoint `final`. Checkpoints
+    become visible only here. To upload checkpoints, start the upload at the end of this function.
 
-    Runs on rank 0, in a thread beside the training. Each change is on the disk before the next one. `files`:
-    what the ranks wrote. Raises OSError where a file is missing or cut, and where something is at `final`.
+    Runs on rank 0, in a thread beside training. Each change is on the disk before the next change. `files`:
+    sizes and checksums of the ranks' files. Raises OSError if a file is missing or too short, or if `final`
+    exists.
     """
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
@@ -305,17 +309,17 @@ def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> 
     if cut:
         raise OSError(f"{cut[0]} was cut")
     if final.is_dir() and not final.is_symlink() and read_mark(final) is None:
-        _remove(final)  # what a crash left of a checkpoint
+        _remove(final)  # a checkpoint that a crash left incomplete
     (temp / "COMPLETE").write_text(json.dumps(files))
     _sync(state, temp / "COMPLETE", temp)
-    temp.rename(final)  # fails where anything but an empty folder is
+    temp.rename(final)  # fails if `final` exists and is not an empty folder
     _sync(final.parent)
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Remove complete checkpoints, except the newest `keep` and the one with the best evaluation
-    (`keep_best`, see Config), to which `ckpt/best` becomes a link. A checkpoint that is a link is the user's.
-    Returns what went wrong, a line each."""
+    """Delete complete checkpoints, except the newest `keep` ones and the checkpoint with the best evaluation
+    (`keep_best`, see Config). `ckpt/best` becomes a link to the best one. A checkpoint that is a symbolic
+    link belongs to the user and stays. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -326,8 +330,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Remove a checkpoint's own files, its mark first: half of a checkpoint must not count. Raises OSError
-    where something else is in the folder, which stays."""
+    """Delete the files of a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored.
+    Raises OSError if the folder has other files; they stay."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -336,15 +340,16 @@ def _remove(folder):
 
 
 def _link_best(link, name):
-    """Let the link point to `name`. Raises OSError where it is no link."""
+    """Make the symbolic link `link` point to `name`. Raises OSError if `link` exists and is no link."""
     if link.is_symlink():
         link.unlink()
     link.symlink_to(name)
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """The checkpoint with the highest evaluation, the newest of equals; None where none has one. `metric`: a
-    name or pattern of metrics, whose mean counts, or "auto"."""
+    """Returns the checkpoint with the highest evaluation, or None if no checkpoint has an evaluation. Of
+    equal ones, the newest is returned. `metric`: the name of a metric; or a pattern, then the mean of the
+    matching metrics counts; or "auto"."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -358,19 +363,20 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
+    """Returns the folder of the checkpoint after `step` steps."""
     return out / "ckpt" / f"step_{step:06d}"
 
 
 def complete(out: Path) -> list[Path]:
-    """The run's complete checkpoints, oldest first. Folders with other names are the user's."""
+    """Returns the folders of the run's complete checkpoints, oldest first. Folders with other names belong to
+    the user and are left out."""
     found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
     return sorted((p for p in found if read_mark(p) is not None), key=lambda p: (len(p.name), p.name))
 
 
 def read_mark(folder: Path) -> Files | None:
-    """Size and checksum of every file of a checkpoint; None without the mark COMPLETE. A mark that can't be
-    read names itself, as a file that can't be right."""
+    """Returns the sizes and checksums in COMPLETE, or None if the checkpoint has no COMPLETE. If COMPLETE is
+    not JSON, returns an entry for COMPLETE that never matches, so `damaged` reports it."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -380,7 +386,8 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Name of a file that is not as it was saved, or "". Reads every `ranks`-th of the files."""
+    """Returns the name of a file that changed since it was saved, or "". Reads one of `ranks` shares of the
+    files, so that the ranks divide the work."""
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}  # DCP would read these too
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -390,7 +397,7 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 
 
 def verify(run: Path) -> None:
-    """Print whether each checkpoint of a run is as it was saved. Raises UserError where one is not."""
+    """Print whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
     folders, bad = complete(run), []
     require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved one")
     for folder in folders:
@@ -404,9 +411,9 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """The checkpoint that the run in `out` starts from, or None. This is the one place where it is looked up:
-    a download would come first in this function. The newest checkpoint in `out` wins; without one, `resume`
-    may be a path for `named`. Raises UserError."""
+    """Returns the checkpoint that the run in `out` starts from, or None. The newest checkpoint in `out` is
+    taken. If `out` has none, `resume` may be a path as in `named`. Raises UserError. The checkpoint is looked
+    up only here. To download checkpoints, do so at the start of this function."""
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
@@ -417,8 +424,8 @@ def find(out: Path, resume: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """The checkpoint that a path names: its own folder (or ckpt/best, a link to it); a run, whose newest it
-    is; or RUN/STEP, RUN/best. Raises UserError."""
+    """Returns the checkpoint that a path names. The path may be a checkpoint's folder, the link
+    RUN/ckpt/best, a run (then its newest checkpoint), RUN/STEP or RUN/best. Raises UserError."""
     path = Path(name)
     of_run = path.parent / "ckpt"  # if the path is RUN/best or RUN/STEP
     places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
@@ -430,8 +437,8 @@ def named(name: str) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, after every file was compared with its checksum. The ranks share the
-    reading. Raises UserError, the same on every rank, for a file that is not as it was saved."""
+    """Compare every file of a checkpoint with its checksum. Then return its state.json. Each rank checks a
+    share of the files. Raises UserError, the same on every rank, if a file is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its bytes are not those that were saved",
@@ -440,10 +447,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
-    """Fill models and optimizers from a checkpoint of any number of ranks; returns the number of steps done.
+    """Fill models and optimizers from a checkpoint. Returns the number of finished steps. The run that saved
+    the checkpoint may have had another number of ranks. `facts`: this run's config, problems, reward files.
 
-    Raises UserError where a file is damaged, where this run has fewer steps, or where it computes something
-    else than the checkpoint's run. `facts`: this run's config, problems and reward files.
+    Raises UserError if a file is damaged, if this run's --steps is smaller than the checkpoint's step, or if
+    this run's config, problems or reward files would give other results than those of the saved run.
     """
     saved = read_state(path)
     require(saved["step"] <= facts["config"]["steps"], f"{path} is after {saved['step']} steps, and this run "
@@ -461,10 +469,11 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
 
 
 def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
-    """Fill models with the weights of another run's checkpoint; their optimizers start anew. The reference
-    becomes that run's policy. Returns a line that names the models that were filled. `facts`: this run's.
+    """Fill models with the weights of another run's checkpoint. Optimizers are not filled. The reference gets
+    the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config
+    and the tokenizer's hash of this run.
 
-    Raises UserError where a file is damaged, or where models or tokenizer differ.
+    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ between the runs.
     """
     saved = read_state(path)
     require(saved["tokenizer"] == facts["tokenizer"],
@@ -484,21 +493,23 @@ def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
 
 
 def _tensors_in(path):
-    """What DCP knows of the tensors in a checkpoint, by name."""
+    """Returns name -> DCP's metadata of the tensor, for each tensor in a checkpoint."""
     return HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
 
 
 def _fill(path, who, model, optimizer):
-    """Fill a model and its optimizer with the checkpoint's tensors of `who`."""
+    """Fill a model and its optimizer from a checkpoint. `who` is the model's name there: policy, critic,
+    ref."""
     if optimizer:
         _make_state(who, model, optimizer, {key.rpartition(".")[0] for key in _tensors_in(path)})
     dist.load_files({who: tensors_of(model, optimizer)}, path)
 
 
 def _make_state(who, model, optimizer, owners):
-    """Make the optimizer's state tensors, by a step with zero gradients; loading overwrites what it did.
-    Parameters that are not in `owners` get none: `policy.NAME.exp_avg` in a checkpoint makes `policy.NAME` an
-    owner, and an optimizer that had not stepped yet has none."""
+    """Create the tensors of the optimizer's state by a step with zero gradients. Loading then overwrites
+    these tensors and the weights. Only parameters in `owners` get state. `policy.NAME` is in `owners` if the
+    checkpoint has a tensor such as `policy.NAME.exp_avg`. An optimizer without a step saved no such
+    tensor."""
     for name, p in model.named_parameters():
         p.grad = torch.zeros_like(p) if f"{who}.{name}" in owners else None
     optimizer.step()
@@ -509,17 +520,18 @@ def _make_state(who, model, optimizer, owners):
 
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
-    """The folder from which policy, critic or ref started. `config`: the run's, as a dict."""
+    """Returns the model folder from which policy, critic or ref started. `config`: the run's config as a
+    dict."""
     return (config["critic_model"] if who == "critic" else "") or config["model"]
 
 
 def is_export(folder: Path) -> bool:
-    """Whether torz exported this folder."""
+    """Returns whether torz exported this folder."""
     return (folder / MARKER).is_file() and not folder.is_symlink()
 
 
 def check_export_path(out: Path) -> None:
-    """Raises UserError where `out` is neither new, nor an empty folder, nor an earlier export."""
+    """Raises UserError if `out` exists, unless it is an empty folder or an earlier export."""
     new = not os.path.lexists(out)
     empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
     require(new or empty or is_export(out), f"{out} exists, and is no earlier export", "a new path, an empty "
@@ -531,16 +543,16 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer, generation config, and with
     `facts` (from `marker`) the prompt's form. An earlier export there is replaced.
 
-    `weights`: name and whole tensor of every parameter. All ranks must iterate them, because
-    dist.full_weights gathers; rank 0 writes, from its host memory. `source`: the model folder that this
-    model came from; its configs are copied. Raises UserError, the same on every rank, for a full disk, and
-    where something else than an earlier export is at `out`.
+    `weights`: (name, whole tensor) of every parameter. All ranks must iterate over `weights`, because
+    dist.full_weights is a collective. Rank 0 copies the tensors to host memory and writes them. `source`: the
+    model folder that this model came from; its configs are copied. Raises UserError, the same on every rank,
+    for a full disk, and if `out` exists and is no earlier export.
     """
     dist.together(lambda: check_export_path(out))
     state = {}
     for name, tensor in weights:
         if _is_main():
-            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()  # and free what is pinned
+            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()  # the pinned copy is freed
 
     def write():
         error, _ = _attempt(_write_export, out, state, exported_config(model, source), tokenizer, source,
@@ -553,8 +565,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a folder beside `out`, then put it in the place of an earlier export. Raises OSError where
-    anything else has come there."""
+    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export is replaced. Raises
+    OSError if anything else is at `out`."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -568,12 +580,12 @@ def _write_export(out, state, config, tokenizer, source, facts):
         shutil.copy(file, temp)
     if is_export(out):
         out.rename(old)
-    temp.rename(out)  # fails where there is anything but an empty folder
+    temp.rename(out)  # fails if `out` exists and is not an empty folder
 
 
 def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
-    """The config of `model`, which came from the folder `source`, for its export."""
-    config = load_config(source)  # a fresh copy: the model's own names our attention
+    """Returns the config for an export of `model`. `source`: the model folder that `model` came from."""
+    config = load_config(source)  # a fresh copy, because model.config names torz's attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
@@ -582,15 +594,15 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """The transformers class for an exported critic: the family's sequence classifier or, where it has none,
-    its backbone. model.load_critic reads both."""
+    """Returns the transformers class for an exported critic: the family's sequence classifier. A family
+    without a sequence classifier gives its backbone class. model.load_critic reads both."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Contents of an export's marker: the run, and the prompt's form in its training. `facts`: as in
-    state.json, where `prompt` is the text of --template, or "" for the tokenizer's chat template."""
+    """Returns the contents of an export's marker file: the run, and the form of prompts in training. `facts`:
+    as in state.json, where `prompt` is the text of --template, or "" for the tokenizer's chat template."""
     names = "template", "system_prompt", "stop", "temperature"
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
@@ -598,8 +610,8 @@ def marker(run: Path, step: int, who: str, facts: Mapping[str, Any]) -> dict[str
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
     """Write the policy, critic or ref of a run's checkpoint to the Hugging Face folder `out`. `step`: a
-    number of steps, "best" or "last". `base`: where the model that it started from is now. Raises
-    UserError."""
+    number of steps, "best" or "last". `base`: the model folder that the run started from, if it was moved.
+    Raises UserError."""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)

@@ -1,4 +1,4 @@
-"""All use of torch.distributed except checkpoint files: start, shard, gather, exchange, sum, time, stop.
+"""All use of torch.distributed except for checkpoint files: start, shard, gather, exchange, sum, time, stop.
 
 The other files read like single-device code. FSDP2 (fully_shard) shards parameters over all ranks, or within
 groups of `shard_ranks` ranks and replicates them across the groups. Gradients are *summed* over ranks: losses
@@ -52,8 +52,8 @@ class World:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started; without torchrun, be the only rank. The arguments are fields of
-    Config. Raises UserError where a rank has no GPU of its own."""
+    """Join the ranks that torchrun started. Without torchrun, this process is the only rank. The arguments
+    are fields of Config. Raises UserError if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:  # vLLM's external_launcher reads these variables too
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -77,9 +77,11 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """Allocate once. Turn off the growing segments of configs.set_allocator where torch can't have them.
+    """Allocate GPU memory once, as a test. If torch can't use expandable segments here, turn them off;
+    configs.set_allocator turned them on.
 
-    torch 2.13 asserts an answer of NVML that GPUs before Hopper may not give (PyTorch's issue 186374)."""
+    torch 2.13 asserts that NVML returns fabric information. GPUs before Hopper may return none (PyTorch issue
+    186374)."""
     try:
         torch.empty(1, device="cuda")
     except RuntimeError as e:
@@ -90,15 +92,21 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """A key-value store that only these processes use, or None for torch's default. Raises RuntimeError on
-    timeout.
+    """Returns a key-value store that only these processes use, or None to let torch make its default store.
+    Raises RuntimeError on timeout.
 
-    torchrun's agents keep one store over all restarts (torch 2.13). The addresses of dead ranks stay in it,
-    and a restarted rank would wait for them for ever. Restart counts can't tell the generations apart: they
-    differ between nodes. So each rank writes a nonce, and the store's prefix is the hash of all nonces. Then
-    the rank writes "read" under its prefix. Once the "read" of every rank is there, all have the same prefix.
+    torchrun's agents keep one store over all restarts (torch 2.13). The store still has the addresses of
+    ranks from before the restart. A restarted rank would wait for these dead ranks for ever. The restart
+    count can't separate old entries from new ones, because it differs between nodes. So the ranks agree on a
+    new prefix:
 
-    A node that replaces a lost one can't find the agents' store; docs/cluster.md has the variable that helps.
+        1. Each rank writes a random nonce. The prefix is the hash of all ranks' nonces.
+        2. Each rank writes "read" under its prefix. When every rank's "read" is there, all prefixes are
+        equal.
+        3. Until then, each rank reads the nonces again. Some nonces may have been from before the restart.
+
+    A new node that replaces a lost node can't find the agents' store. docs/cluster.md has the environment
+    variable that helps.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -120,12 +128,14 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """The group of `count` neighbouring ranks that has this rank; None for one. Every rank must call it."""
+    """Returns the process group of `count` neighbouring ranks that contains this rank, or None if `count` is
+    1. Every rank must call it."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """1-d over all ranks; or 2-d: shard within groups of `shard_ranks` ranks, replicate across the groups."""
+    """Returns the device mesh. It is 1-d over all ranks, or 2-d with `shard_ranks`: parameters are sharded
+    within groups of `shard_ranks` ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -151,11 +161,11 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """(name, whole tensor) of every parameter in the compute dtype, one FSDP group at a time. A tied head
-    comes once, as the embedding. A model that waits on the host is on `device` meanwhile.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
+    the embedding. A model that rests on the host is moved to `device` during the iteration.
 
-    A group is gathered once. It is freed when the consumer asks for the next group's first tensor, so the
-    consumer may keep a tensor no longer than that."""
+    The parameters are gathered one FSDP group (a decoder layer) at a time. A group is freed when the consumer
+    asks for the first tensor of the next group. After that, the consumer must not use the group's tensors."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -171,10 +181,10 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Inside: a model from the host and its optimizer's state are on `device`. Afterwards they are on the
-    host again, without gradients. A model that is on the device already stays there.
+    """Inside the context, the model and its optimizer's state are on `device`. Afterwards they are on the
+    host again, without gradients. A model that is not on the host before stays where it is.
 
-    Without an optimizer the weights may not change inside: they are not copied back."""
+    Without an optimizer, the weights must not change inside, because they are not copied back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -191,9 +201,9 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Inside, if `on`, sums on a GPU have a fixed order. An operation of torch without such an order raises
-    RuntimeError."""
-    if not on:  # torch's functions here import its compiler
+    """Inside the context, if `on`, torch uses deterministic algorithms: sums on a GPU have a fixed order. An
+    operation without a deterministic algorithm raises RuntimeError."""
+    if not on:  # skip the calls below: they import torch's compiler, which takes time
         yield
         return
     torch.use_deterministic_algorithms(True)
@@ -204,15 +214,16 @@ def deterministic(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# Each model's homes: the host tensors in which its weights and its optimizer's state rest, by name.
+# model -> name -> home. A home is the host tensor that stores a weight, a buffer or a tensor of the
+# optimizer's state while the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter, buffer and tensor of the optimizer's state, with its home.
+    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state.
 
-    A home is a host tensor of the same shape and sharding. Its memory is pinned, so that copies run at the
-    link's full speed. Homes are kept between steps, because pinning is slow."""
+    A home is a host tensor of the same shape and sharding. The home's memory is pinned, so copies run at the
+    full speed of the link. Homes are kept between steps, because pinning is slow."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{key}": x for key, x in optimizer.state.get(param, {}).items()}
@@ -224,20 +235,20 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
-    """Put new[x] in the place of each tensor x of the model and of its optimizer's state."""
+    """Replace each tensor x of the model and of the optimizer's state by new[x]."""
     model._apply(lambda x: new.get(x, x))  # as Module.to does; FSDP takes its shards from the new tensors
     for state in optimizer.state.values() if optimizer else ():
         state.update({key: new[x] for key, x in state.items()})
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's shard of a tensor that may be sharded."""
+    """Returns this rank's shard of a tensor. A tensor that is not sharded is returned as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
 def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
-    """Move a model and its optimizer's state from the host to `device`, without waiting for it."""
+    """Move a model and its optimizer's state from the host to `device`. Does not wait for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
         if local(x).data_ptr() != local(home).data_ptr():  # x is new, or FSDP padded its uneven shard
@@ -248,8 +259,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move a model and its optimizer's state to the host. Without an optimizer nothing has changed on the
-    device, so nothing is copied."""
+    """Move a model and its optimizer's state to the host. Without an optimizer nothing is copied, because the
+    weights did not change on the device."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
@@ -284,25 +295,25 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Sum over ranks, as a new tensor. `op`: another reduction of torch.distributed."""
+    """Returns the sum over ranks as a new tensor. `op`: another reduction of torch.distributed."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Maximum over ranks, as a new tensor."""
+    """Returns the maximum over ranks as a new tensor."""
     return all_sum(x, td.ReduceOp.MAX)
 
 
 def on_host(x: Tensor) -> Tensor:
-    """The tensor, copied to pinned host memory if it is on a GPU. Waits for the copy."""
+    """Returns the tensor on the host. A GPU tensor is copied to pinned memory. Waits for the copy."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, in rank order, on every rank. For small objects. Before `init` this process is the
-    only rank."""
+    """Returns a list of the objects of all ranks, in rank order, on every rank. For small objects. Before
+    `init`, this process is the only rank."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -311,8 +322,9 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> T:
-    """work() on every rank. If it raises UserError on some rank, every rank raises the first such error, with
-    the name of its host. The name is left out where all ranks have the same error."""
+    """Call work() on every rank. Returns the result of work() on this rank. If work() raises UserError on
+    some rank, every rank raises the first error, with the name of that rank's host. If all ranks have the
+    same error, the name is left out."""
     result, error = None, ""
     try:
         result = work()
@@ -327,15 +339,15 @@ def together(work: Callable[[], T]) -> T:
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:
-    """All ranks' rows of samples, ordered by (prompt_id, sample_id), on every rank."""
+    """Returns the rows of samples of all ranks, ordered by (prompt_id, sample_id), on every rank."""
     return sorted((row for of_rank in gather(rows) for row in of_rank),
                   key=lambda row: (row["prompt_id"], row["sample_id"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send the object outgoing[r] to rank r. Returns the objects that the ranks sent here, in rank order."""
-    # Here and in `gather`: a pickle can run code, and these come from ranks of this run alone. Nothing that
-    # is pickled is written to a file or read from one.
+    # Loading a pickle can run code. Here and in `gather`, pickles come only from ranks of this run. torz
+    # never writes a pickle to a file and never reads a pickle from a file.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
@@ -382,8 +394,8 @@ SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last phase
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Measure and watch a phase; also a decorator. The phase ends when the device is done. Its seconds are
-    added to SECONDS."""
+    """Context manager and decorator that measures a phase and watches for a hang. The phase ends when the
+    device has finished its work. The phase's seconds are added to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
     if CURRENT.limit:  # guard.watch's thread can't run while C code holds the GIL; this timer can
@@ -399,7 +411,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Seconds by phase since the last call."""
+    """Returns phase -> seconds since the last call."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds
@@ -411,5 +423,6 @@ stop_signal: list[Any] = []  # name and time of the signal that requested a stop
 
 
 def stop_requested() -> bool:
-    """Whether any rank got a signal to stop. The same answer on all ranks."""
+    """Returns whether any rank got a signal to stop, the same on all ranks. A collective: every rank must
+    call."""
     return bool(all_max(torch.tensor(len(stop_signal))))

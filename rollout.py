@@ -41,36 +41,38 @@ from model import load_config, ropes
 from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_answer
 
 K = TypeVar("K")
-TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4  # random streams; the key of a later round ends in ROUND, its number
-PROMPTS_PER_ENGINE = 16  # from here on an engine samples whole prompts
+TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4  # random streams; the key of a later round ends in (ROUND, round)
+PROMPTS_PER_ENGINE = 16  # with this many prompts or more, one engine samples all responses of a prompt
 
 # --- rewards
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). After a long prompt the
-    limit may be that of prompt and response together."""
+    """Returns DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). The limit is
+    max_response_len. After a long prompt, model_len (prompt and response together) may set a lower limit."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Open-Instruct's penalty for responses that the length limit ended."""
+    """Returns Open-Instruct's penalty: -nonstop_penalty for a response that was cut at the length limit, else
+    0."""
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the shortest of a prompt's
-    responses to -0.5 for the longest; for a wrong response at most 0. An environment's tokens don't count."""
+    """Returns Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3). The shortest response of a prompt
+    gets 0.5, and the longest gets -0.5. A wrong response gets at most 0. Tokens of an environment don't
+    count."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-# What training may add to the reward, by name: functions of the samples of one prompt. A part is on if
-# --reward names it, or its flag in BY_FLAG is given. Each is logged as reward/NAME.
+# Reward parts: training may add them to the graders' reward. A part is a function of (samples of one prompt,
+# config). It is on if --reward names it, or if its flag in BY_FLAG is given. It is logged as reward/NAME.
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.text) for s in group],
@@ -79,11 +81,11 @@ REWARD_PARTS = {
     "overlong": overlong,
     "nonstop": nonstop,
 }
-BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # parts that a flag of their own adds
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> the flag that adds it
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """The terms of --reward, graders first. Raises UserError for one that doesn't exist."""
+    """Returns the terms of --reward, graders first. Raises UserError for a term that doesn't exist."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
@@ -91,21 +93,23 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Name and weight of the parts that are on."""
+    """Returns name -> weight of the reward parts that are on."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Names of all that may enter a sample's score beside the first grader, whose mean is the reward's. Where
-    a data set has its own grader, the first one differs, and all graders are named."""
+    """Returns the names of the graders and reward parts that are logged as reward/NAME. The first grader is
+    left out, because its mean is already logged as `reward`. If some data set has its own grader, rows differ
+    in their first grader, so all graders are named."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Path -> hash of the text of each file that --reward and --env name; "" for one that can't be read."""
+    """Returns path -> hash for each file that --reward and --env name. The hash is "" if there is no such
+    file."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     paths = {function.rpartition(":")[0] for function in functions if function}
     files = {path: Path(path) for path in sorted(paths)}
@@ -114,8 +118,8 @@ def reward_files(cfg: Config) -> dict[str, str]:
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """The samples, ordered by (prompt_id, sample_id), with their reward parts. With --mask_truncated, a
-    truncated one does not enter the loss."""
+    """Returns the samples with their reward parts. `samples` must be ordered by (prompt_id, sample_id). With
+    --mask_truncated, a truncated sample does not enter the loss."""
     shaped, weights = [], weighted_parts(cfg)
     if not weights and not cfg.mask_truncated:  # as in most recipes
         return list(samples)
@@ -128,14 +132,15 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """The terms that grade a data set's responses; the first one's value is the reward. Terms of the data set
-    itself come first, and replace the comparison of answers."""
+    """Returns the terms that grade a data set's responses. The first term gives the reward. Terms for this
+    data set alone come first. They replace the comparison of answers."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Name of the extractor by data set; "" is that of all others. Raises UserError for two of one."""
+    """Returns data set -> name of its extractor. The key "" stands for all other data sets. Raises UserError
+    if a data set has two extractors."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
@@ -146,11 +151,11 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError where a row's data set has no grader, or where --reward or --extractor name a data set
-    that no row has. `sets`: the run's problems, of training and evaluation."""
+    """Raises UserError if a row's data set has no grader, or if --reward or --extractor names a data set that
+    no row has. `sets`: the problems of training and of each evaluation set."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack these
+    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack them
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
     require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
@@ -166,31 +171,36 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """The trajectories of one rollout that are on this rank. A trajectory is a function of the rollout's key,
-    its prompt_id and sample_id, the rounds, and the environment; not of the rank that it is on.
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. It depends
+    on the rollout's key, prompt_id, sample_id, the rounds and the environment. It does not depend on the
+    rank.
 
-    Each is in one of four places. A round samples all `open` ones: to the end of their turn, or `round_len`
-    tokens. What ended its turn waits for the environment, if there is one, and is open or complete after it.
+    Each trajectory is in one of four dicts. A round samples every `open` trajectory up to the end of its
+    turn, or for `round_len` tokens. With --env, a trajectory that ended its turn is `waiting` for the
+    environment. After the environment's reply, the trajectory is `open` again or `complete`. `graded` ones
+    have rewards.
 
         add ──> open ──round──> waiting (--env) ──> complete ──graders──> graded
                   ^───────────────┘
 
-    A trajectory is complete when it reaches the length limit of all its segments together, or stops by itself
-    and no environment goes on with it (it says so, fails, or has answered --max_turns)."""
+    A trajectory is complete in two cases. 1. It reached the length limit, which counts all its tokens. 2. The
+    policy ended the turn, and no turn follows: there is no environment, or the environment ended the
+    trajectory, or the environment failed, or the trajectory has --max_turns turns."""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0) -> None:
-        """`problems`: prompt_id -> problem of every trajectory that may come here. `max_tokens`: of a
-        trajectory. `round_len`: tokens of a round; 0: a round ends with the turn."""
+        """`problems`: prompt_id -> problem, for every trajectory that may move to this rank. `max_tokens`:
+        limit of a response, in tokens. `round_len`: limit of a round, in tokens; 0: a round is a whole
+        turn."""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # .text: of the turns before the one that goes on
+        self.open: dict[Key, Sample] = {}  # .text has the earlier turns, without the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
         self.failures: dict[Key, str] = {}  # why the environment failed
-        self.results = {}  # of the grader
+        self.results = {}  # the grader's results: grades, and replies of the environment
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
         """Add new trajectories."""
@@ -213,8 +223,8 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      on_response: Callable[[], bool]) -> bool:
-        """One round, with weights of `version`. `on_response` is called at each end of a turn; if it returns
-        True, the round is aborted. Returns whether the round was sampled to its end."""
+        """Sample one round with the weights of `version`. `on_response` is called at each end of a turn; if
+        it returns True, the round is aborted. Returns False if the round was aborted, else True."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -227,7 +237,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Add a segment to its trajectory. Returns whether this ends the trajectory's turn."""
+        """Add a segment (the tokens of one round) to its trajectory `before`. Returns whether the
+        trajectory's turn ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         key = s.prompt_id, s.sample_id
         del self.open[key]
@@ -242,18 +253,18 @@ class Trajectories:
         return True
 
     def _join(self, before, segment):
-        """The trajectory with its next segment, and with the text of its whole turn."""
+        """Returns the trajectory `before` with its next segment. The text then includes the whole turn."""
         turn, text = before.ids[before.turn_start:], segment.text
         if len(turn):  # the turn began in an earlier round
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # Decoded as one: the bytes of a character may be on both sides of the cut.
+            # Decode the turn as a whole: a character's bytes may be on both sides of the cut between rounds.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Give a complete trajectory to the graders of its data set."""
+        """Mark a trajectory as complete, and submit it to the graders of its data set."""
         key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
         self.complete[key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
@@ -267,7 +278,7 @@ class Trajectories:
         self._complete(s)
 
     def _read_environment(self):
-        """Wait for the environment's replies of this round."""
+        """Wait for the environment's replies to this round's turns, and apply them."""
         if self.waiting:
             self.results |= self.grader.results()
             waiting, self.waiting = self.waiting, {}
@@ -278,29 +289,33 @@ class Trajectories:
         """Append the environment's text to the trajectory, and open or complete it."""
         if isinstance(reply, Grade):
             return self._fail(s, reply.reason)
-        if reply.reward is not None:  # kept in the trajectory, which may move to another rank
+        if reply.reward is not None:  # stored in the Sample, because the trajectory may move to another rank
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
+        # Three cases. 1. The environment's text is longer than the room that is left: the environment failed.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
             return self._fail(s, "error")
-        if len(ids) >= left:  # no room for another turn
+        # 2. No room is left, or the text would fill it exactly. The policy could not answer, so the
+        # trajectory ends here as truncated, without the text.
+        if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
+        # 3. The text fits, and at least one token is left for the policy's next turn.
         self.open[key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Number of tokens that the trajectory may still get. The length limit is model_len in training and
-        engine_len in a longer evaluation."""
+        """Returns the number of tokens that may still be added to the trajectory. The limit of prompt and
+        response together is model_len in training. It is engine_len if evaluation allows longer responses."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
     def grades(self) -> list[Sample]:
-        """The complete trajectories with their grades, ordered by (prompt_id, sample_id). The first grade is
-        the reward; the others are parts."""
+        """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
+        The first grader's grade is the reward. The other grades are reward parts."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -325,28 +340,29 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int,
             on_response: Callable[[], bool] = lambda: False,
             carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
-    """`n` graded samples of each problem (prompt_id -> problem), over all ranks: this rank's, ordered by
-    (prompt_id, sample_id), with all samples of a prompt on one rank. And the trajectories that this rank goes
-    on with in the next step.
+    """Sample and grade `n` responses to each problem. Every rank must call `rollout` with the same `problems`
+    (prompt_id -> problem). Returns
+    1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank;
+    2. with --carry: this rank's trajectories that the next step continues.
 
-    Every rank must call it, with the same problems. Responses are graded while others are still sampled.
-    `on_response` is called at each response, with --env at each turn; if it returns True, sampling is aborted
-    and both results are empty. `key` seeds the randomness. `version` is the step of the weights.
+    Finished responses are graded while other responses are still sampled. `on_response` is called at each
+    response, or at each turn with --env. If `on_response` returns True, sampling is aborted and both results
+    are empty. `max_tokens`: limit of a response. `key` seeds the randomness. `version`: step of the weights.
 
-    `carried` is given in training only: the trajectories that this rank was left with by the step before.
-    Then --round_len cuts sampling into rounds, and --carry ends it early (`sample_until_enough`). With
-    --carry a prompt_id is a number of data.numbers_at."""
+    `carried` is None in evaluation. In training it has this rank's unfinished trajectories from the step
+    before. In training, --round_len cuts sampling into rounds, and --carry ends sampling early
+    (`sample_until_enough`). With --carry, a prompt_id is the prompt's number in the run (data.numbers_at)."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
     trajectories.add(carried or ())
-    # Greedy samples are all equal: one is drawn, and copied at the end.
+    # Greedy samples of a prompt are equal. So one sample is drawn and copied at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = itertools.chain(*dist.gather(list(trajectories.open))) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    if carries:  # a resumed run deals as this one, whichever rank the trajectories were on
+    if carries:  # the ranks of carried trajectories differ in a resumed run; `move` makes both runs the same
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
     scattered = engine.ranks > 1 and (round_len > 0 or not by_prompt)
@@ -363,14 +379,17 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         on_response: Callable[[], bool], carries: bool) -> set[Key] | None:
-    """Sample round after round. Returns the keys of the samples to train on, or None if sampling was aborted.
+    """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
+    or None if sampling was aborted.
 
-    With rounds of --round_len tokens all ranks share out the open trajectories after each. Else a round is a
-    turn, and only the ranks of one engine, which sample together, tell each other what is open.
+    With --round_len a round is at most that number of tokens. After each round, all ranks rebalance their
+    open (unfinished) trajectories. Without --round_len a round is a whole turn, and trajectories stay on
+    their rank. Then only the ranks of one engine exchange their keys, because these ranks sample together.
 
-    If `carries` is false, all trajectories must be complete. If true, enough of them for a step: the oldest.
-    Where samples of a prompt are compared, they count only once all of them are complete. Prompts that are
-    --max_staleness steps old are waited for."""
+    If `carries` is false, sampling ends when all trajectories are complete. If `carries` is true, sampling
+    ends when samples_per_step trajectories are complete; the prompts that began first are taken. If the
+    advantage compares a prompt's samples, a prompt counts only when all its samples are complete. Sampling
+    also continues while a prompt that began --max_staleness steps ago or earlier has an open trajectory."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, on_response)
@@ -394,9 +413,12 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
-    """The rank that samples each key, and whether each prompt's samples are on one rank. They are where an
-    engine gets PROMPTS_PER_ENGINE prompts or more: it reads each prompt once. With fewer prompts the samples
-    are dealt one by one, so that a prompt with long responses does not keep one engine busy."""
+    """Distribute the samples over the ranks. Returns 1. key -> rank, 2. whether all samples of a prompt are
+    on one rank.
+
+    If there are PROMPTS_PER_ENGINE prompts or more for each engine, all samples of a prompt are on one rank:
+    the engine then reads each prompt once. With fewer prompts, samples are dealt one by one. Then a prompt
+    with long responses does not keep one engine busy while the others wait."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -405,16 +427,17 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
-    """The samples of all ranks that this rank compares: all samples of a prompt meet on one rank."""
+    """Exchange samples so that all samples of a prompt are on one rank. Returns this rank's samples, ordered
+    by (prompt_id, sample_id)."""
     outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
-    """Which keys move to which rank, so that the ranks have equally many; some have one more. As few as
-    possible move. held[r]: the keys on rank r."""
+    """Returns key -> new rank, for the keys that must move to balance the ranks. Then the numbers of keys on
+    two ranks differ by at most 1. The smallest possible number of keys moves. held[r]: the keys on rank r."""
     ranks, total = len(held), sum(map(len, held))
-    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # they keep the one more
+    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # the remainder goes to the fullest ranks
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
     room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
@@ -423,14 +446,14 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
 # --- metrics of problems
 
-Scores = dict[str, dict[str, list[float]]]  # set -> metric -> its value for each problem
+Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one value a problem
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Values of each evaluation metric, one for each problem, over its `n` samples.
+    """Returns metric -> values, one value for each problem. A problem has `n` samples.
 
-    avg@n is the mean reward of n samples. pass@k is unbiased, for k = 2, 4, … n. maj@n grades the answer that
-    most samples gave. response_len is in tokens."""
+    avg@n is the mean reward of n samples. pass@k, for k = 2, 4, … n, is the unbiased estimate. maj@n grades
+    the most frequent answer. response_len is in tokens. truncated is a share from 0 to 1."""
     groups = group_by_prompt(samples)
     right = [sum(s.reward > 0 for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -444,14 +467,15 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Probability that k of n samples, of which `right` are right, contain a right one:
-    1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Returns the probability that k samples, drawn from n samples without replacement, contain a right one.
+    `right` of the n samples are right: 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """1 if the most frequent answer of one prompt's samples is right, else 0. For several most frequent
-    answers: the share of right ones. Samples without an answer don't vote."""
+    """Returns 1 if the most frequent answer among one prompt's samples is right, else 0. If several answers
+    are equally frequent, returns the share of right ones among them. A sample without an answer doesn't
+    vote."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.reward > 0}
@@ -459,7 +483,7 @@ def majority(group: Sequence[Sample]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean of the problems' values; 0 where sampling was aborted and there are none."""
+    """Returns the mean of the problems' values. Without values (sampling was aborted) it returns 0."""
     return math.fsum(values) / max(len(values), 1)
 
 
@@ -467,8 +491,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
-    """A sample as a row of samples/*.jsonl and eval/*.jsonl. With `save_logps` it also has the response's
-    token ids, and the engine's log-probs of them, rounded to 4 digits; null for an environment's tokens."""
+    """Returns a sample as a row of samples/*.jsonl or eval/*.jsonl. With `save_logps` the row also has the
+    response's token ids and the engine's log-probs, rounded to 4 decimals. The log-prob of an environment's
+    token is null."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
@@ -481,9 +506,9 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
-    """The held-out problems of each file of cfg.eval_data, by the names of `set_names`. Raises UserError as
-    load_problems does."""
-    longer = cfg.eval_response_len > cfg.max_response_len  # then the engine takes longer sequences too
+    """Returns name -> problems, for each file of cfg.eval_data. `set_names` gives the names. Raises UserError
+    as load_problems does."""
+    longer = cfg.eval_response_len > cfg.max_response_len  # then engine_len is longer than model_len
     longest = cfg.engine_len if longer else cfg.model_len
     return {name: load_problems([path], tokenizer, cfg, say, longest)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
@@ -493,11 +518,14 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """A name for each file: its own without suffix. Folders are put in front until no other file has the name
-    and it does not begin with a split's. Raises UserError for the same file twice.
+    """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    eval_sets/aime2024.json is aime2024; gsm8k/test.jsonl is gsm8k-test, and so is the hub's
-    openai/gsm8k:main/test-00000-of-00001.parquet."""
+    The name is the file name without its suffix. If another file has the same name, or if the name is one of
+    SPLITS, the folder's name is put in front. This repeats with the next folder up.
+
+        eval_sets/aime2024.json                          aime2024
+        gsm8k/test.jsonl                                 gsm8k-test
+        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test     (a file on the Hugging Face Hub)"""
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
@@ -519,8 +547,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
                step: int, on_response: Callable[[], bool] = lambda: False) -> tuple[Scores, list[dict]]:
-    """Value of each metric for each problem of each held-out set (name -> problems), on every rank, and one
-    row per response. The randomness is the same at every step, so evaluations differ by the weights alone."""
+    """Sample and grade the held-out sets (name -> problems). Returns, on every rank, 1. the scores, 2. one
+    row per response. The randomness is the same at every step, so evaluations differ only by the weights."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -534,8 +562,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """`accuracy` of all ranks' samples, in the order of the problems. So the number of ranks changes no sum,
-    not even its rounding."""
+    """Returns `accuracy` of the samples of all ranks, in the order of the problems. This order is the same
+    for any number of ranks, so a mean has the same rounding."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(itertools.chain(*dist.gather(list(rows))))
@@ -548,7 +576,8 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The engine that cfg names, for the model folder `path`. Raises UserError where it can't run."""
+    """Returns the engine that cfg names, for the model folder `path`. Raises UserError if it can't run
+    there."""
     check_engine_flags(path, cfg, device)
     return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
 
@@ -564,24 +593,24 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def engine_kind(cfg: Config, device: torch.device) -> str:
-    """The name in ENGINES of the engine that cfg means on this device."""
+    """Returns the engine's name in ENGINES. --engine auto depends on the device."""
     return cfg.engine_kind(device.type == "cuda")
 
 
 def max_positions(config: Any) -> float:
-    """Longest sequence that the model was made for, with what its rope scaling adds; infinite where it has no
-    limit."""
+    """Returns the longest sequence that the model supports, in tokens. Scaling of its rotary embeddings
+    (rope) is included. Returns infinity if the config has no limit."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # Where types of layers have their own rotary embeddings, the config's number counts the scaling already.
+    # If layer types have separate rotary embeddings, max_position_embeddings already includes the scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 
 
 def make_grader(cfg: Config) -> Grader:
-    """Grading processes beside this rank, for cfg's rewards. Raises UserError for a reward or an extractor
-    that doesn't exist."""
+    """Start this rank's grading processes for cfg's rewards. Returns the Grader. Raises UserError for a
+    reward or an extractor that doesn't exist."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)

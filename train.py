@@ -1,17 +1,18 @@
-"""The loop: reinforcement learning from verifiable rewards, by PPO with its own critic or by a critic-free
-GRPO.
+"""The training loop: reinforcement learning from verifiable rewards, by PPO with a critic or by GRPO without
+one.
 
     python -m tools.tiny && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
-One process per GPU, all running this program. `train` is the algorithm, and the functions that it calls
-follow below. Each step the engine wakes with the policy's weights and samples responses, which are graded
-meanwhile. The samples are laid out in packs of equal work, and critic and policy take their updates.
+Every GPU has one process, and every process runs this program. `train` is the algorithm. The functions that
+`train` calls follow below. In each step the engine loads the policy's weights and samples responses. Other
+processes grade these responses meanwhile. The samples are laid out in packs of equal work. Then the critic
+and the policy are updated.
 
-Departs from Open-Reasoner-Zero: losses are divided by token counts of the whole update over all ranks, so
-neither the number of ranks nor the packing changes a run; no sample is dropped or repeated; the pass for old
-log-probs is left out where the ratio is 1."""
+Departs from Open-Reasoner-Zero in three ways. Losses are divided by the token count of the whole update over
+all ranks, so neither the number of ranks nor the packing changes a run. No sample is dropped or repeated. The
+pass for old log-probs is left out where the ratio is 1."""
 
 import contextlib
 import gc
@@ -111,7 +112,7 @@ from rollout import (
 )
 from tools import plan, report
 
-SAVED_PROMPTS = 8  # prompts of a step whose samples go to samples/, with --save_samples some
+SAVED_PROMPTS = 8  # with --save_samples some: number of prompts whose samples are written to samples/
 Minibatches = list[list[Pack]]  # a step's packs on this rank
 
 
@@ -122,14 +123,14 @@ class Role:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer | None  # None: ref, which is not trained
-    skipped: int = 0  # consecutive updates whose gradient was not finite
+    skipped: int = 0  # how many updates in a row, up to the latest one, had a non-finite gradient
 
 
 @dataclass
 class Run:
-    """Everything that a run has when it is ready for its first step."""
+    """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # with its length in steps
+    cfg: Config  # cfg.steps is known
     world: dist.World
     problems: list[Problem]
     held_out: dict[str, list[Problem]]
@@ -139,18 +140,19 @@ class Run:
     policy: Role
     critic: Role | None
     ref: Role | None
-    start: int  # steps that were done before
-    carried: list[Sample]  # trajectories that this rank goes on with in the next step (--carry)
+    start: int  # number of finished steps in the checkpoint that was resumed; 0: a new run
+    carried: list[Sample]  # --carry: this rank's trajectories that the next step continues
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
 
 
 def main(cfg: Config) -> None:
-    """Train as cfg says. Raises UserError, the same on every rank, for mistakes that a user can mend."""
+    """Train with the config `cfg`. Raises UserError, the same on every rank, for mistakes that a user can
+    fix."""
     run = prepare(cfg)
     with run.lock, contextlib.ExitStack() as stack:
-        stack.callback(gc.unfreeze)  # prepare froze; in a notebook the next run needs the memory
+        stack.callback(gc.unfreeze)  # undoes gc.freeze in `load`: a notebook's next run needs the memory
         with run.log, handle_signals(cfg.grace):
             done = train(run)
             if done:
@@ -170,8 +172,8 @@ def main(cfg: Config) -> None:
 
 
 def train(run: Run) -> bool:
-    """The algorithm. True: the run is complete. False: a stop was requested, and all finished steps are
-    saved."""
+    """The algorithm. Returns True if the run is complete. Returns False if a stop was requested; then all
+    finished steps are saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # the last one only evaluates
         start, meter = time.perf_counter(), Meter(world.device)
@@ -179,7 +181,7 @@ def train(run: Run) -> bool:
             metrics = evaluate(run, step)
             if step < cfg.steps:
                 batch, samples, carried = sample_step(run, step, meter)
-        with dist.phase("wait"):  # for the slowest engine
+        with dist.phase("wait"):  # the ranks wait here for the slowest engine
             stopping = dist.stop_requested()
         if stopping:  # nothing was learned from this step
             return stop(run, step)
@@ -203,15 +205,16 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """The updates of a step: reference and old log-probs, values and advantages, critic and policy."""
+    """Do a step's updates. Compute reference log-probs, old log-probs, values and advantages. Then update the
+    critic and the policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world, cfg):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # With one update the old policy is the policy itself. A KL in the reward needs its log-probs before
-    # that.
+    # With one update a step, the old policy is the policy itself, so policy_pack_loss has the old log-probs.
+    # A KL term in the reward needs the old log-probs earlier.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-        # Without its optimizer, which stays on the host.
+        # This pass does not need the optimizer, so the optimizer's state stays on the host.
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -230,13 +233,14 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a run that was requested to stop after `step` whole steps."""
+    """Save the run after `step` whole steps, because a stop was requested. Returns False, as `train` then
+    does."""
     run.log.alarm(run.saver.save(step, run.carried, wait=True))
     return False
 
 
 def finish(run: Run) -> None:
-    """Save the last checkpoint, and export policy and critic as Hugging Face folders."""
+    """Save the last checkpoint. Export the policy and the critic as Hugging Face folders."""
     run.log.alarm(run.saver.save(run.cfg.steps, run.carried, wait=True))
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
@@ -249,8 +253,8 @@ def finish(run: Run) -> None:
 
 
 def prepare(cfg: Config) -> Run:
-    """Join the other ranks, take the folder, check, load and resume. Raises UserError, the same on every
-    rank."""
+    """Join the other ranks, lock the run's folder, check the config, and load the run. Raises UserError, the
+    same on every rank."""
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS's sums vary
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
@@ -267,7 +271,8 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """The run in the folder `out`, checked and resumed. Raises UserError, the same on every rank."""
+    """Returns the run in the folder `out`: checked, and resumed if the folder has a checkpoint. Raises
+    UserError, the same on every rank."""
     say = print if world.main else lambda text: None
     found = dist.together(lambda: ckpt.find(out, cfg.resume))
     origin = dist.together(lambda: ckpt.named(cfg.start_from)) if cfg.start_from and not found else None
@@ -300,13 +305,14 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         log.say(line)
     if found:
         log.say(f"resumed after {start} steps from {found}")
-    gc.freeze()  # else each garbage collection looks through all of this again, for 0.2 s
+    gc.freeze()  # otherwise each garbage collection scans all these objects again, which takes 0.2 s
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
 
 
 def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Problem], dict[str, list[Problem]]]:
-    """The tokenizer, and the problems of --data and of --eval_data. Raises UserError."""
+    """Returns 1. the tokenizer, 2. the problems of --data, 3. the problems of each file of --eval_data, by
+    name. Raises UserError."""
     tokenizer = load_tokenizer(cfg.model)
     check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
@@ -318,7 +324,8 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Proble
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Policy, critic (PPO only) and ref (only with a KL term), sharded, in fp32."""
+    """Returns policy, critic (None without PPO) and ref (None without a KL term). All are sharded fp32
+    models."""
     shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
     recompute = case_of(cfg, world).recompute
     device = "cpu" if cfg.offload else world.device
@@ -334,21 +341,22 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """The optimizer of policy and critic. Checkpoints keep all tensors of its state, whatever they are."""
+    """Returns a new optimizer for the policy or the critic. Checkpoints keep every tensor of any optimizer's
+    state, so another optimizer needs no other change."""
     fused = next(model.parameters()).device.type == "cpu" or None  # else a CPU steps one parameter at a time
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              fused=fused)
 
 
 def resident(role: Role, world: dist.World, cfg: Config):
-    """Inside, the role's model and optimizer are on the device."""
+    """Returns a context manager. Inside it, the role's model and optimizer are on the device."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
 @torch.no_grad()
 def refresh_ref(run: Run, step: int) -> None:
-    """Copy the policy's weights to the reference if a pass over the prompts ends in this step. Both are
-    sharded alike."""
+    """Copy the policy's weights to the reference if an epoch (one pass over the prompts) ends in this step.
+    Policy and reference are sharded alike."""
     n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -359,9 +367,13 @@ def refresh_ref(run: Run, step: int) -> None:
 
 
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """The step's problems; this rank's graded samples, ordered by (prompt_id, sample_id), whose prompt_id is
-    an index of these problems; and, with --carry, the trajectories that it goes on with in the next step.
-    Metrics are those of the batch as it was drawn, before any resampling."""
+    """Sample and grade the responses of a step. Returns
+    1. the problems of the step, on all ranks;
+    2. this rank's graded samples, ordered by (prompt_id, sample_id); prompt_id is an index into result 1;
+    3. with --carry: this rank's trajectories that the next step continues. Else an empty list.
+
+    `draw` appends the time of each response to `arrivals`. Metrics describe the first batch, before any
+    resampling."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
@@ -380,8 +392,11 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int, meter: Meter,
                    arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """sample_step's result for --carry: `draw` from the step's prompts and those carried here. Until
-    the batch is known, a prompt_id is the prompt's number in the run (data.numbers_at)."""
+    """`sample_step` for --carry. Samples the step's new prompts, and continues the trajectories that the step
+    before left open. Returns the same three results.
+
+    The batch is known only after sampling: its prompts are the prompts of the samples that `draw` returns.
+    Until then a prompt_id is the prompt's number in the run (data.numbers_at)."""
     cfg = run.cfg
     carried = set().union(*dist.gather({s.prompt_id for s in run.carried}))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -399,8 +414,11 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """`rollout` of the problems (prompt_id -> problem) for training, with reward parts. `key`: the step, and
-    the round of resampling if there is one. Adds the time of each response to `arrivals`."""
+    """Call `rollout` for training, and add the reward parts. Returns 1. this rank's samples, 2. this rank's
+    trajectories that the next step continues.
+
+    `problems`: prompt_id -> problem. `key`: (step,), or (step, round) when resampling. Appends the time of
+    each response to `arrivals` (time.perf_counter(), in seconds)."""
     cfg = run.cfg
     with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
@@ -419,9 +437,9 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
              arrivals: list[float]) -> tuple[list[Problem], list[Sample]]:
-    """Replace uniform prompts, whose responses are all right or all wrong, for up to --resample_rounds rounds
-    (DAPO's dynamic sampling, eq. 11). Graded rewards decide, before any penalty. Prompts that are still
-    uniform after the last round stay."""
+    """Replace uniform prompts, for up to --resample_rounds rounds (DAPO's dynamic sampling, eq. 11). A prompt
+    is uniform if all its samples have the same graded reward; penalties do not count. A prompt that is still
+    uniform after the last round stays. Returns the new batch and this rank's samples."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples, cfg)
     for round in range(1, cfg.resample_rounds + 1):
@@ -431,7 +449,7 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
         drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), arrivals)
-        if dist.stop_requested():  # then a rank may have none
+        if dist.stop_requested():  # then `draw` may have returned no samples on some rank
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
@@ -443,7 +461,7 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
 
 
 def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
-    """The prompts, over all ranks, whose samples have equal rewards."""
+    """Returns the prompt_ids, of all ranks, of the prompts whose samples all have the same reward."""
     differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
     prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
     return set().union(*dist.gather([i for i, keep in zip(prompts, differ, strict=True) if not keep]))
@@ -451,8 +469,8 @@ def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
 
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Metrics of all held-out sets, or {} where no evaluation is due. Responses go to
-    eval/step_NNNNNN.jsonl, unless --save_samples is none."""
+    """Returns the metrics of all held-out sets, or {} if no evaluation is due at this step. Responses are
+    written to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -466,9 +484,9 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl as --save_samples says: all of them, or every --eval_every
-    steps those of the step's first prompts. Where samples of a prompt are compared, rows have the advantage,
-    before any whitening over the step."""
+    """Write samples to samples/step_NNNNNN.jsonl. --save_samples all writes all samples of every step.
+    --save_samples some writes the samples of the first SAVED_PROMPTS prompts, every --eval_every steps. If
+    the advantage compares a prompt's samples, a row has the advantage, before any whitening over the step."""
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -484,13 +502,13 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 
 
 def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """(P, n) values of the samples of each prompt."""
+    """Returns the samples' values as (P, n): P prompts with n samples each."""
     return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Each sample with its advantage over the other samples of its prompt. All of them are on this rank. With
-    --drop_uniform, the samples of a prompt that all score the same do not enter the loss."""
+    """Returns the samples with group-relative advantages. All samples of a prompt must be on this rank. With
+    --drop_uniform, a prompt whose samples all have the same score does not enter the loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -503,9 +521,11 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
-    """The step's minibatches of packs for this rank: equal work, and equally many packs, on every rank.
-    Measures the tokens, the share of them that is computed, and the training FLOP without recomputation.
-    `n_prompts`: of the step, on all ranks."""
+    """Returns this rank's minibatches of packs. Every rank gets equal work and the same number of packs.
+    `n_prompts`: number of the step's prompts on all ranks.
+
+    Adds three metrics: the number of tokens, the share of the tokens that the model computes (shared prefixes
+    are computed once), and the FLOP of training without recomputation."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     c, params = model.config, sum(p.numel() for p in model.parameters())
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
@@ -513,7 +533,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
-    version = step if cfg.carry else None  # else all tokens are of the step's own weights
+    version = step if cfg.carry else None  # without --carry, this step's weights sampled all tokens
     minibatches = [[pack(some, version).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
@@ -528,14 +548,17 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """The number of each sample among the S of all ranks, which are ordered by (prompt_id, sample_id). And by
-    number, the samples' prompt_id (S,) and tokens (S,). `n`: samples of a prompt, some of which may be
-    missing with --carry."""
+    """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns
+    1. the number of each sample of this rank;
+    2. the prompt_id of every sample, by number, (S,);
+    3. the length of every sample in tokens, by number, (S,).
+
+    `n`: samples a prompt. With --carry some samples of a prompt may be missing."""
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens).numpy()
-    found = tokens.nonzero()[0]  # places of the samples that exist: each has a token at least
+    found = tokens.nonzero()[0]  # places of the samples that exist; an existing sample has at least one token
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
@@ -556,22 +579,22 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[l
 
 
 def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    """f of every pack."""
+    """Returns the minibatches with f(pack) in place of each pack."""
     return [[f(p) for p in minibatch] for minibatch in minibatches]
 
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Every pack with the role's log-probs as its `field`."""
+    """Returns the minibatches. The `field` of every pack has the log-probs of the role's model."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
 @torch.no_grad()
 def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
-    """Every pack with values, returns and GAE advantages. The advantages are whitened over the step. With
-    --kl_in reward the KL term is subtracted from the rewards first. Without a critic all values are 0, so an
-    advantage is the return (REINFORCE++, 2501.03262)."""
+    """Returns the minibatches with values, returns and GAE advantages. The advantages are whitened over the
+    step. With --kl_in reward, the KL term is subtracted from the rewards first. Without a critic all values
+    are 0, so the advantage is the return (REINFORCE++, arXiv 2501.03262)."""
     def estimate(p):
         v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
@@ -588,7 +611,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Advantages with mean 0 and standard deviation 1 over all response tokens of the step, on all ranks."""
+    """Returns the minibatches with whitened advantages: mean 0 and standard deviation 1 over all response
+    tokens of the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -598,13 +622,14 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """The packs of each of `count` updates: neighbouring minibatches joined."""
+    """Join neighbouring minibatches. Returns a list of packs for each of `count` updates."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Response tokens and responses of an update over all ranks: the denominators of its losses."""
+    """Returns the denominators of an update's losses: the number of response tokens, and the number of
+    responses, over all ranks. Each is at least 1."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
     return max(tokens, 1), max(responses, 1)
@@ -612,7 +637,8 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
-    """The step's updates of policy or critic. `pack_loss` is policy_pack_loss or critic_pack_loss."""
+    """Do the step's updates of the policy or of the critic. `pack_loss` is policy_pack_loss or
+    critic_pack_loss."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     title = {"policy": "Actor", "critic": "Critic"}[role.name]
     for n in range(passes):
@@ -630,7 +656,8 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
 
 def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """A pack's part of its update's value loss. `tokens`: the update's response tokens over all ranks."""
+    """Returns this pack's summand of the update's value loss. `tokens`: number of response tokens of the
+    update, over all ranks."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -638,7 +665,8 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """A pack's part of its update's policy loss. `tokens` and `responses`: the update's, over all ranks."""
+    """Returns this pack's summand of the update's policy loss. `tokens` and `responses`: numbers of response
+    tokens and of responses of the update, over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -660,7 +688,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("clip_share", clipped, n)
     meter.add("entropy", entropy, n)
     if p.ref_logp is not None:
-        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()  # outside the mask both are 0
+        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()  # both log-probs are 0 outside the mask
         meter.add("kl", kl, n)
         if cfg.kl_in == "loss":
             loss = loss + cfg.kl_coef * kl / tokens
@@ -670,16 +698,21 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Truncated importance weights (T,) that correct for the gap between the engine's log-probs and the
-    trainer's, 0 outside the mask; None without --tis_clip. `logp` (T,): the policy's before the step."""
+    """Returns truncated importance weights (T,), or None without --tis_clip. The weights correct for the gap
+    between the engine's log-probs and the trainer's. They are 0 outside the mask. `logp` (T,): the log-probs
+    of the policy before the step's first update."""
     if cfg.tis_clip is None:
         return None
     return torch.where(p.mask, (logp - p.engine_logp).exp().clamp(max=cfg.tis_clip), 0)
 
 
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
-    """Add the gap between the engine's log-probs and the trainer's, and the weights that correct it. `logp`
-    (T,): the policy's before the step's first update. The gap is measured where the same weights sampled."""
+    """Add two metrics: the gap in nats between the engine's log-probs and the trainer's, and the importance
+    weights that correct for this gap. `logp` (T,): the log-probs of the policy before the step's first
+    update.
+
+    With --carry, older weights sampled some of the tokens. The gap is measured only on tokens that the
+    current weights sampled (`fresh_tokens`)."""
     gap = logp - p.engine_logp
     weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
@@ -688,11 +721,12 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if engine and trainer disagree on what was sampled. Called before the policy takes an
-    optimizer step, so nothing that was learned from such samples is saved."""
+    """Raises UserError if the mean gap between the engine's and the trainer's log-probs exceeds
+    --max_logp_gap. This check comes before the policy's optimizer step, so a checkpoint never has a policy
+    that learned from such samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
-    require(gap <= cfg.max_logp_gap,  # False where it is not a number
+    require(gap <= cfg.max_logp_gap,  # False if the gap is NaN
             f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
             f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
             "cache, another temperature, another dtype",
@@ -701,8 +735,9 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
-    """One optimizer step on the gradients. If they are not finite, the same on all ranks, the step is skipped
-    and the update's packs are saved in nonfinite/. Raises UserError at the third skipped update in a row."""
+    """Take one optimizer step. If the gradient norm is not finite, skip the step and save the update's packs
+    in nonfinite/. The norm is the same on all ranks, so all ranks skip together. Raises UserError at the
+    third skipped update in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -728,8 +763,9 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
 
 
 def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
-    """Save a checkpoint if one is due, then write the step's metrics and alarms. Returns True if a stop was
-    requested. `metrics` are the evaluation's; `start` is when the step began."""
+    """Save a checkpoint if one is due. Then write the step's metrics and alarms. Returns True if a stop was
+    requested. `metrics`: metrics of this step's evaluation. `start`: time.perf_counter() at the step's
+    begin."""
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
@@ -741,6 +777,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             log.alarm(text, step)
     if cfg.verbose:
         log.say(ledger.table())
+    # gather is a collective. These metrics are summed over the ranks, so all ranks take the same branch.
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
         for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
             log.alarm(f"grading failed: {ascii(error)}", step)
@@ -750,8 +787,8 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
 
 
 def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
-    """The step's metrics over all ranks. Names that end in ² are means of squares, used here and not
-    logged."""
+    """Returns the step's metrics over all ranks. A metric whose name ends in ² is a mean of squares. It is
+    used here for a variance and is not logged."""
     with dist.phase("report"):
         peaks = engine.ledger.metrics()
         peaks["mem/host_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
@@ -789,4 +826,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         tell_torchrun(traceback.format_exc())
         sys.stderr.flush()
-        os._exit(1)  # now: threads that wait for other ranks must not keep this process alive
+        os._exit(1)  # exits at once; sys.exit would wait for threads that wait for other ranks
