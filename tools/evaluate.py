@@ -51,19 +51,22 @@ from rollout import (
 
 
 def std_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean of the problems' values: their standard deviation (with n - 1) divided by
-    √n. None for fewer than two. For two models' differences on the same problems it is the paired error
+    """Returns the standard error of the mean of `values`, one value for each of n problems. It is the
+    standard deviation (with n - 1) divided by √n. None for fewer than two values.
+
+    If each value is the difference of two models on one problem, this is the paired standard error
     (arXiv 2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _estimates(metrics):
-    """Mean and standard error of each metric's values."""
+    """Returns the mean and the standard error of each metric."""
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
 def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) -> dict[str, Any]:
-    """Value and standard error of each metric by set, and the problems that it was measured on."""
+    """Returns for each evaluation set: file, hash and number of its problems, samples a problem, and the
+    value and standard error of each metric."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -72,8 +75,11 @@ def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) 
 
 def paired_differences(sets: Mapping[str, Sequence[Problem]], scores: Scores,
                        first_sets: Mapping[str, Sequence[Problem]], first_scores: Scores) -> dict[str, Any]:
-    """Differences of a model's metrics to the first model's, with paired standard errors, by set. A problem
-    that only one of them has, because the other's prompt is too long, is left out."""
+    """Returns for each set: the model's metrics minus the first model's metrics, with paired standard errors.
+
+    sets, scores: problems and scores of the model. first_sets, first_scores: of the first model.
+    Only problems that both models have are compared. A model lacks a problem if the prompt is too long for
+    it."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
@@ -88,7 +94,7 @@ def paired_differences(sets: Mapping[str, Sequence[Problem]], scores: Scores,
 
 
 def score_table(sets: Mapping[str, Any]) -> list[str]:
-    """Lines with the metrics of one model. `sets`: of `summary`."""
+    """Returns a table with the metrics of one model as lines. `sets`: what `summary` returned."""
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
@@ -98,8 +104,8 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines with avg@n of each set and model, and its difference to the first model. `results`: the contents
-    of scores.json, one for each model."""
+    """Returns a table as lines: the avg@n of each model on each set, and the avg@n minus the first model's.
+    `results`: for each model, the content of its scores.json."""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
@@ -115,12 +121,12 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tail(text, width):
-    """The end of a text, padded to `width` columns."""
+    """Returns the last `width` characters of a text, padded with spaces to `width`."""
     return text[-width:].ljust(width)
 
 
 def _decimals(value):
-    """A number with four decimals; n/a for None."""
+    """Returns a number with four decimals as text; "n/a" for None."""
     return "n/a" if value is None else f"{value:.4f}"
 
 
@@ -150,9 +156,11 @@ new or empty.
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Config of each model of the command line, see ABOUT. With a chat template only the end token stops a
-    response, unless --stop is given. Raises UserError, also for flags that only training reads. --help prints
-    the flags and exits with status 0."""
+    """Returns a config for each model of the command line; ABOUT has the syntax.
+
+    With --template chat and without --stop, there are no stop strings: only the end token stops a response.
+    Raises UserError for wrong arguments and for flags that only training reads. --help prints the flags and
+    exits with status 0."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -164,7 +172,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     require(bool(files), command, "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"{command}: the same model twice",
             "each model once")
-    # Without the preset's limit of 8192, which would cut what --max_response_len allows.
+    # The preset limits prompt and response to 8192 tokens together. That could be less than
+    # --max_response_len, so the limit is removed here.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
     for name in given:
@@ -187,8 +196,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward has one grader for each row, and nothing else: an evaluation reports
-    the grader's value."""
+    """Raises UserError unless --reward has one grader for each row and nothing else. An evaluation reports
+    only the grader's value."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -200,15 +209,15 @@ def check_reward(cfg: Config) -> None:
 
 
 def model_name(path: str) -> str:
-    """Name of a model in the folder of its results: its path from the working folder, or from the root if it
-    is not in there, with `--` for `/`."""
+    """Returns the name of a model in the path of its result folder: the model's path with `--` for `/`. The
+    path starts at the working folder, or at the root if the model is outside the working folder."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
     return inside.strip("/").replace("/", "--")
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Folder for the results of cfg.model, one of `models` models. Raises UserError unless it is new or
-    empty."""
+    """Returns the folder for the results of cfg.model. `models`: number of models of the command. Raises
+    UserError unless the folder is new or empty."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
@@ -219,7 +228,7 @@ def result_folder(cfg: Config, models: int) -> Path:
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make the folders of the results. Raises UserError for one that can't be made."""
+    """Make the result folders. Raises UserError for a folder that can't be made."""
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -230,17 +239,17 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model to evaluate, with everything that it needs but its weights."""
+    """A model to evaluate: config, tokenizer and problems. The weights are read later."""
 
     cfg: Config  # model: as the user gave it
-    path: str  # its folder
+    path: str  # the model's folder
     tokenizer: Any
     sets: dict[str, list[Problem]]
     engine_key: tuple  # models with equal keys can share an engine
 
 
 def load_candidate(cfg: Config, say: Callable[[str], None]) -> Candidate:
-    """The candidate cfg.model. Raises UserError."""
+    """Returns the candidate for cfg.model. Raises UserError."""
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
     sets = load_sets(cfg, tokenizer, say)
@@ -249,8 +258,8 @@ def load_candidate(cfg: Config, say: Callable[[str], None]) -> Candidate:
 
 
 def engine_key(path: str, tokenizer: Any) -> tuple:
-    """The properties of a model that its engine depends on, beside the weights: config, tokens, end
-    tokens."""
+    """Returns all properties of a model, except the weights, that an engine depends on: config, vocabulary
+    and end tokens."""
     config = load_config(path)
     shape = config.to_dict()
     for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
@@ -260,12 +269,12 @@ def engine_key(path: str, tokenizer: Any) -> tuple:
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """How a model was evaluated: model, tokenizer, flags, versions, date."""
+    """Returns how a model is evaluated: model, tokenizer, flags, versions, date."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": engine_kind(c.cfg, engine.device), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     used = {"math-verify": version_of("math-verify")}
-    if flags["engine"] == "vllm":  # its CPU build is installed under another name
+    if flags["engine"] == "vllm":  # version_of fails: vLLM's CPU build is a package of another name
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
             "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
@@ -277,8 +286,8 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
 
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
-    """Raises UserError for a model that the engine can't run, and for models that vLLM can't hold in one
-    process, before the first one is evaluated."""
+    """Raises UserError in two cases: the engine can't run a model, or vLLM can't run all models in one
+    process. All models are checked before the first model is evaluated."""
     first = candidates[0]
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
@@ -290,9 +299,11 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
                  world: dist.World, say: Callable[[str], None]) -> None:
-    """Evaluate the models one after the other. Rank 0 saves and prints each one's results, and at the end
-    their comparison. Models with equal engine_key share an engine; before a new engine the old one is
-    freed."""
+    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model. At the end
+    rank 0 prints the comparison of the models.
+
+    Consecutive models with the same engine_key share an engine. The old engine is freed before a new engine
+    is made."""
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:

@@ -22,23 +22,23 @@ import configs
 from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, require
 from grading.rows import read_rows
 
-STATE_BYTES = 12  # per parameter, stored and in a checkpoint: weight and AdamW's two moments, fp32
+STATE_BYTES = 12  # per parameter, in memory and in a checkpoint: fp32 weight and AdamW's two fp32 moments
 CHUNKS_ALIVE = 3  # chunks of CHUNK_BYTES alive at once while model.py makes log-probs
 SAMPLER_COPIES = 6  # copies that an engine's sampler makes of its fp32 logits
 CUDA_CONTEXT = 0.6 * GIB  # per GPU, outside PyTorch's allocator: context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # per GPU, outside PyTorch's allocator
 ENGINE_BUFFERS = 1.5 * GIB  # vLLM's activations and CUDA graphs, without its sampler
-SLEEPING_ENGINE = 0.5 * GIB  # what vLLM keeps of a GPU at sleep level 2, without CUDA graphs; 0.48 for a 7B
+SLEEPING_ENGINE = 0.5 * GIB  # GPU memory that vLLM keeps at sleep level 2; a 7B model keeps 0.48 GiB
 LIBRARIES = 5 * GIB  # host memory of one rank's libraries: torch, CUDA, vLLM
-HOLES = 0.015  # unused memory between a pack's activations, as a share of them
+HOLES = 0.015  # unused memory between a pack's activations, as a share of the activations
 HEADROOM = 0.08  # share of a device that --recompute auto leaves free
-MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 33 to 39 % on H100s, 8B model
+MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan has 33 to 39 % (8B model, H100)
 BANDWIDTH = 0.6  # share of a datasheet's bandwidth that is reached
 ASSUMED_PROMPTS = 57_000  # prompts of an epoch where no data can be read: about ORZ's
 
 
 class GPU(NamedTuple):
-    """A GPU's datasheet. Of a GPU that isn't in GPUS only the memory is known."""
+    """A GPU's datasheet. A GPU that is not in GPUS has a known memory size and zeros for the rates."""
 
     name: str
     memory: float  # bytes, as torch reports them
@@ -57,7 +57,7 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """The GPU that the driver names `device`, with `memory` bytes."""
+    """Returns the GPU that the driver calls `device`, with `memory` bytes."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -69,7 +69,7 @@ def gpu_of(device: str, memory: float) -> GPU:
 class Shape:
     """The sizes of a dense decoder like Llama or Qwen2."""
 
-    name: str  # where the sizes come from; of a known model, a part of its path
+    name: str  # the model; in KNOWN, a part of the model's path
     layers: int
     hidden: int
     heads: int
@@ -81,9 +81,12 @@ class Shape:
     qkv_bias: bool = True  # as in Qwen2
 
     def __post_init__(self) -> None:
-        """Set what follows from the sizes. q, kv: widths of all heads' queries and keys. layer,
-        policy_params, critic_params: parameters of one decoder layer, of the language model, of the value
-        model. Norms beyond Llama's two a layer are not counted: below 0.1 % of a model."""
+        """Compute the derived sizes.
+
+        q, kv: width of the queries of all heads, and of the keys of all heads.
+        layer: parameters of one decoder layer.
+        policy_params: parameters of the language model. critic_params: parameters of the value model.
+        Two norms a layer are counted, as in Llama. Further norms are below 0.1 % of a model."""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
@@ -101,12 +104,12 @@ KNOWN = {
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
     "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # of tools/tiny.py
 }
-# Model types whose head is the embedding unless the config denies it.
+# Model types that use the embedding as the output head, unless config.json says otherwise.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
 def shape_of(config: dict, name: str) -> Shape:
-    """The shape that a config.json describes. Raises UserError where a size is missing."""
+    """Returns the shape that a config.json describes. Raises UserError where a size is missing."""
     get, family = config.get, config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
@@ -118,8 +121,8 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def read_shape(path: str) -> Shape:
-    """The shape of the model in folder `path`. Without the folder, the known shape whose name is in `path`.
-    Raises UserError."""
+    """Returns the shape of the model in folder `path`. If there is no such folder, returns the shape of KNOWN
+    whose name is part of `path`. Raises UserError where neither exists."""
     file = Path(path) / "config.json"
     known = [shape for shape in KNOWN.values() if shape.name in path]
     if known and not file.is_file():
@@ -129,11 +132,12 @@ def read_shape(path: str) -> Shape:
 
 
 def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:
-    """FLOP of a forward pass: 2 per parameter and token, and attention's. `tokens` and `square_lengths` may
-    also be numpy arrays.
+    """Returns the FLOP of a forward pass: 2 for each parameter and token, plus the FLOP of attention.
 
-    width: of the queries of all heads together. square_lengths: sum of the samples' squared lengths. Causal
-    attention has half of them as pairs of tokens, and two products of 2 x width FLOP for each pair.
+    width: width of the queries of all heads together.
+    square_lengths: sum of the samples' squared lengths. Causal attention compares half that number of token
+    pairs. Each pair costs two products of 2 x width FLOP.
+    `tokens` and `square_lengths` may also be numpy arrays.
     """
     return 2 * params * tokens + 2 * layers * width * square_lengths
 
@@ -147,7 +151,7 @@ class Case:
 
     cfg: Config
     world: int  # ranks
-    shapes: list[Shape]  # of the policy, and of the model that a critic starts from
+    shapes: list[Shape]  # 1. the policy; 2. the model that a critic starts from
     gpu: GPU | None  # None: on CPUs
     local: int = 1  # ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0: unknown
@@ -157,46 +161,49 @@ class Case:
         """Set the numbers that follow from the fields."""
         cfg, on_gpu = self.cfg, self.gpu is not None
         self.policy, critic = self.shapes
-        # The trained models, and the parameters of each.
+        # The trained models, and the number of parameters of each model.
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
         self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
-        # Bytes of a number in compute and gathers.
+        # Bytes of one number in forward, backward and gathered weights.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # Any engine but torch's is counted like vLLM: on a GPU it takes --engine_share of the memory, and
-        # gives it back when it sleeps.
+        # Every engine but the torch engine is counted like vLLM. Such an engine takes --engine_share of a
+        # GPU's memory, and frees that memory when it sleeps.
         self.engine_sleeps = cfg.engine_kind(on_gpu) != "torch"
-        # Whether a model waits on the host while it isn't used.
+        # Whether a model is moved to host memory while it is not in use.
         self.offloads = cfg.offload and on_gpu
         # Bytes of the engine's weights on one rank.
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
-        # Bytes of one rank's device, or of its part of the machine's memory.
+        # Bytes of one rank's GPU. On CPUs: the rank's part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         # Ranks that share one copy of weights and optimizer.
         self.shards = cfg.shard_ranks or self.world
-        # Bytes of one rank's shards in a checkpoint, and between updates, where a reference may wait too.
+        # Bytes of one rank's shards: in a checkpoint, and in memory between updates. In memory the reference
+        # model's shards are added if there is a KL term.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.params["policy"] / self.shards if cfg.kl_coef else 0)
-        # Responses that one engine samples at a time: a step's, and the extra ones of --carry.
+        # Responses that one engine samples in a step, with the extra responses of --carry.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token's keys and values on one rank, which keeps at least one head.
+        # Bytes of one token's keys and values on one rank. Each rank keeps at least one key head.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
     @cached_property
     def recompute(self) -> dict[str, int | None]:
-        """For each trained model, how many of its layers are recomputed: see `recomputed`."""
+        """Returns model name -> number of recomputed layers: see `recomputed`."""
         return {name: recomputed(self, name) for name in self.models}
 
 
 def recomputed(case: Case, name: str) -> int | None:
-    """Number of layers, from the first, that the backward pass of a model recomputes in whole. The other
-    layers keep their products and attention, which are nearly all their FLOP, and recompute the rest. None:
-    all layers keep everything.
+    """Returns the number of layers, counted from the first layer, that the backward pass recomputes in whole.
 
-    --recompute auto takes the first of None, 0, 1, …, all whose planned peak leaves the device HEADROOM."""
+    Every other layer keeps the results of its matrix products and of attention, which cost nearly all its
+    FLOP, and recomputes the rest. None: every layer keeps all activations, and nothing is recomputed.
+
+    --recompute auto tries None, 0, 1, …, all layers in this order. It takes the first one whose planned peak
+    leaves HEADROOM of the device free."""
     wanted, layers = case.cfg.recompute, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if wanted != "auto":
@@ -214,13 +221,19 @@ Usage = dict[str, float]  # item -> bytes of one rank's device at one instant; o
 
 
 def _per_token(case, shape, whole):
-    """Bytes per token that all layers keep for the backward pass, and bytes that are made again in the last
-    layer, where the backward pass begins. `whole`: as `recomputed` returns it."""
+    """Returns two numbers of bytes per token:
+
+    1. the activations that all layers together keep for the backward pass;
+    2. the activations that the backward pass recomputes in one layer, the last.
+
+    `whole`: the number of layers that are recomputed in whole, as `recomputed` returns it."""
     d, b = shape.hidden, case.number
-    # Inputs of norms and products, of attention and of the gate's parts. Where segments share a prefix, the
-    # output of attention is there twice: as it is laid out, and of the unique tokens.
+    # The inputs of norms, matrix products, attention and the gate. The output of attention is counted twice,
+    # for packs whose segments share a prefix. Such a pack keeps two copies: one with the prefix repeated in
+    # front of each segment, and one with the prefix stored once.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # A layer's input, the results of its seven products and of attention, whose log-sums are fp32.
+    # The layer's input, the results of the layer's seven matrix products, the result of attention, and
+    # attention's log-sums in fp32 (4 bytes a head).
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -229,12 +242,17 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """What torch's allocator keeps for FSDP's streams, each of which has memory of its own, and in holes.
+    """Returns the bytes that torch's allocator holds beyond the tensors in use. {} on CPUs.
 
-    The root is gathered first and the first layer beside it, in flat buffers with a copy of this rank's
-    shards. Gradients of a second pack are reduced beside the first pack's. Holes are as large as a layer's
-    fp32 gradient and the chunks of logits, and lie between activations. bench/nullgpu/memory.py compares the
-    sum with what a driver counts."""
+    root: parameters of the root (embedding, last norm, head).
+    logits: bytes of the chunks of logits that are alive at once.
+    kept: bytes of the activations that wait for the backward pass.
+
+    gather buffers: FSDP gathers on a stream of its own, and the allocator gives each stream its own memory.
+    This memory holds the root and one layer, each with a copy of this rank's shards.
+    fragments: free memory that later tensors do not fit into. The allocator leaves it where an fp32 gradient
+    of a layer, fp32 root shards or chunks of logits were, and between activations (HOLES).
+    bench/nullgpu/memory.py compares the sum with the bytes that a driver counts."""
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
@@ -243,12 +261,14 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, whole):
-    """The instants when the update of a model, "policy" or "critic", may be fullest. T: tokens of the largest
-    pack. `whole`: as `recomputed` returns it."""
+    """Returns the memory at the five instants when the update of a model may need most of it.
+
+    name: "policy" or "critic". whole: the number of layers that are recomputed in whole, as `recomputed`
+    returns it. In the code, T is the number of tokens of the largest pack."""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # The root (embedding, last norm, head) is gathered for the first layer's forward and stays whole until
-    # the first layer's backward, which is the last.
+    # The root (embedding, last norm, head) is gathered when the forward pass begins. The root stays gathered
+    # until the backward pass ends.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
@@ -256,34 +276,37 @@ def _update_instants(case, name, whole):
     T = min(cfg.pack_len, minibatch)
     kept, again = _per_token(case, shape, whole)
     kept = T * (kept + 2 * b * d)
-    # In the MLP's backward: gradients of gate, up and hidden states. The gradient of their product takes the
-    # place of the product, which was freed.
+    # The backward pass of the MLP allocates the gradients of gate, up and hidden states. The gradient of
+    # gate x up needs no further memory: it reuses the memory of gate x up.
     working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, kept) | _asleep(case)
     instants = [
-        # The head's backward. The activations of all layers wait. The head's gradient is summed over chunks
-        # in fp32, then cast.
+        # 1. Backward pass of the head. The activations of all layers are alive. The head's gradient exists
+        # twice: the fp32 sum over chunks, and its cast to b bytes a number.
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # A layer's backward. The head's gradient waits for the rest of the root's. The fp32 gradient of the
-        # layer before is still being reduced to shards.
+        # 2. Backward pass of a layer. The head's gradient is alive until the root is reduced. The previous
+        # layer's fp32 gradient is still being reduced to shards.
         {"gathered weights": b * (root + layer), "activations": kept + working,
          "whole gradients": b * head + 4 * layer},
-        # A layer's end. Its gradient and its fp32 copy are alive too.
+        # 3. End of a layer's backward pass. Alive are the head's gradient, the previous layer's fp32
+        # gradient, this layer's gradient, and an fp32 copy of this layer's gradient.
         {"gathered weights": b * (root + layer), "activations": kept,
          "whole gradients": b * head + (b + 8) * layer},
-        # The end of backward. The root's gradient and its fp32 copy are alive, and a layer's.
+        # 4. End of the backward pass. Alive are the root's gradient, an fp32 copy of the root's gradient,
+        # and one layer's fp32 gradient.
         {"whole gradients": (4 + b) * root + 4 * layer},
-        # AdamW makes one temporary of the shards' size.
+        # 5. AdamW's step. AdamW allocates one temporary tensor as large as the weight shards.
         {"AdamW's step": shard}]
     return [_with_total(case, at_rest | usage) for usage in instants]
 
 
 def _engine_memory(case):
-    """Bytes of an awake engine. On a GPU, the cache of an engine that sleeps fills its share."""
+    """Returns the bytes of an awake engine by item. On a GPU the KV cache of vLLM takes all memory of
+    --engine_share that the other items leave."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -297,21 +320,23 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Bytes of the engine while models are trained. The torch engine keeps its weights."""
+    """Returns the bytes of the engine while models are trained. The torch engine keeps its weights."""
     if not case.engine_sleeps:
         return {"engine weights": case.engine_weights}
     return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """The instants of a step, in its order: the phase (sync, rollout, or the model in update), and the items
-    with their "total"."""
+    """Returns the instants of a step in the order of time. Each is a pair:
+
+    1. the phase: "sync", "rollout", or the name of the model that is updated;
+    2. the bytes of each item, with their sum as "total"."""
     policy, params = case.policy, case.params["policy"]
-    # Sync gathers a layer or the root at a time: a buffer and the weights.
+    # Sync gathers one layer or the root at a time. The gather needs a buffer and the gathered weights.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # engines/vllm_engine.py copies embedding and head, which FSDP would free too early for vLLM.
+    # engines/vllm_engine.py copies embedding and head. FSDP would free the originals too early for vLLM.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
@@ -322,7 +347,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """The usage, with CUDA's memory, the state that stays on the device unused, and the total."""
+    """Returns the usage with two more items: the total, and the memory of CUDA together with the training
+    state that is on the device without being used at this instant."""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -330,12 +356,12 @@ def _with_total(case, usage):
 
 
 def fullest(case: Case) -> tuple[str, Usage]:
-    """The phase and the items of the instant with the largest total."""
+    """Returns the instant with the largest total: 1. the phase, 2. the bytes of each item."""
     return max(memory(case), key=lambda instant: instant[1]["total"])
 
 
 def kv_tokens(case: Case) -> int:
-    """Tokens that an engine's cache holds."""
+    """Returns the number of tokens that an engine's KV cache can hold."""
     return int(_engine_memory(case)["KV cache"] / case.kv_bytes)
 
 
@@ -343,7 +369,7 @@ def kv_tokens(case: Case) -> int:
 
 
 def host_memory() -> float:
-    """Bytes of free memory on this machine; 0 where the system doesn't tell."""
+    """Returns the bytes of free memory on this machine; 0 where the system does not report it."""
     try:
         words = Path("/proc/meminfo").read_text().split()
         return 1024.0 * int(words[words.index("MemAvailable:") + 1])
@@ -352,8 +378,9 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Bytes of host memory: of one rank for its waiting state, a checkpoint's copy and libraries, and of the
-    whole machine. Without GPUs, a rank's training is in host memory too."""
+    """Returns bytes of host memory by item. One rank needs memory for its offloaded state, for a copy of its
+    part of a checkpoint, and for libraries. "machine" is the need of all ranks of one machine; without GPUs
+    it includes the memory of training."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -362,31 +389,34 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Bytes of one checkpoint, of the bf16 exports, and of the run's disk. policy, critic: parameters. A
-    reference is saved only if it changes."""
+    """Returns bytes of one checkpoint, of the bf16 exports, and of all files of the run on the disk.
+
+    policy, critic: numbers of parameters. A checkpoint contains the reference model only if that model
+    changes during the run."""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
-    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)  # one is being written
+    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)  # + 1: the one that is being written
     return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
             "disk, all": count * checkpoint + exports}
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Seconds of a step by phase, for prompts and responses of these mean lengths in tokens. Needs a GPU of
-    GPUS. Communication is not counted."""
+    """Returns the estimated seconds of a step by phase, with the sum as "step".
+
+    prompt, response: mean lengths in tokens. The GPU must be one of GPUS. Communication is not counted."""
     cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
     tokens = cfg.samples_per_step * length / case.world  # of this rank
-    # A decode step reads the weights and the cache once. The longest response takes all its steps, even
-    # alone.
+    # A decode step reads the weights and the KV cache once. Rollout takes at least as long as the decode
+    # steps of one response of maximal length.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // length))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * case.engine_weights / hbm
     rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
     times = {"rollout": max(rollout, longest)}
-    forward = {  # of each model, over this rank's tokens
+    forward = {  # model name -> seconds of one forward pass over this rank's tokens
         name: forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length) / flops
         for name, shape in case.models.items()}
     if cfg.kl_coef:
@@ -406,8 +436,11 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 
 def shortage(case: Case) -> str:
-    """What is too small for this run, or "". A run takes 93 to 100 % of its planned memory on a stub of the
-    driver (bench/results/nullgpu-memory.md). On CPUs, where less is known, half of the bytes must fit."""
+    """Returns which memory is too small for this run, as a sentence; "" if the run fits.
+
+    On a stub of the CUDA driver a run takes 93 to 100 % of its planned memory
+    (bench/results/nullgpu-memory.md). The plan for CPUs is less exact. There the run is refused only if the
+    planned memory is more than twice the available memory."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -424,10 +457,15 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """The first change that makes the case fit and keeps the algorithm: one flag, several flags, or more
+    """Returns flags that make the case fit, as text. None of them changes the algorithm.
+
+    free: flags that save memory and cost only speed.
+    single: changes of one flag.
+    changes: all changes to try, in order. First each single change alone, then all free flags together, then
+    all free flags with one further change. If none fits, the same list is tried with 2, 4, … times the
     ranks."""
     cfg, node = case.cfg, case.local
-    if case.gpu and case.world <= node:  # one machine, which may have more GPUs
+    if case.gpu and case.world <= node:  # the run is on one machine, and that machine may have more GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
@@ -449,7 +487,7 @@ def remedy(case: Case) -> str:
 
 
 def verdict(case: Case) -> str:
-    """Whether the case fits, and if not, what would make it fit. One line."""
+    """Returns one line: whether the case fits, and if not, the `remedy`."""
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
@@ -458,14 +496,14 @@ def verdict(case: Case) -> str:
 
 # --- the plan as a table
 
-Plan = dict[str, dict]  # section -> name -> a number, a word, or a dict of one for each column
+Plan = dict[str, dict]  # section -> name -> a number, a word, or a dict: column -> number or word
 
 
 def plan_of(case: Case) -> Plan:
-    """The whole plan. plan.json and --json hold it as it is; `as_text` prints it. docs/faq.md says how other
-    libraries name the batches."""
+    """Returns the whole plan. plan.json and --json contain this dict; `as_text` makes a table of it.
+    docs/faq.md says how other libraries name the batches."""
     cfg, peaks = case.cfg, {}
-    for phase, usage in memory(case):  # the fullest instant of each phase
+    for phase, usage in memory(case):  # keeps the instant of each phase with the largest total
         usage = {item: n / GIB for item, n in usage.items()}
         peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda usage: usage["total"])
     needs = host_need(case) | disk(cfg, **case.params)
@@ -501,13 +539,13 @@ def _model_rows(case, name):
 
 
 def _columns(columns):
-    """name -> column -> number, from column -> name -> number."""
+    """Swaps the two keys. Takes column -> name -> number and returns name -> column -> number."""
     names = dict.fromkeys(name for numbers in columns.values() for name in numbers)
     return {name: {column: numbers.get(name, 0) for column, numbers in columns.items()} for name in names}
 
 
 def as_text(plan: Plan) -> list[str]:
-    """Lines of at most 80 columns: a name and its numbers."""
+    """Returns the plan as lines of at most 80 columns. A line has a name and the numbers of that name."""
     lines = []
     for section, rows in plan.items():
         first = next(iter(rows.values()))
@@ -530,9 +568,9 @@ def _shown(x):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """The flags of train.py, and the plan's own."""
+    """The flags of train.py, and the flags that only tools.plan has."""
 
-    gpu: Literal[tuple(GPUS)] = "H100"  # the GPU that is planned for, without --device cpu
+    gpu: Literal[tuple(GPUS)] = "H100"  # the GPU to plan for; --device cpu plans for CPUs
     json: bool = False  # print JSON: the plan, the verdict and all flags
 
 

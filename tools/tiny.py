@@ -34,18 +34,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from configs import require, user_errors
 
-VERSION = 3  # of the output; models of different versions differ
-GUESSES, OFF = 0.5, 12  # share of guesses among the last texts; a guess is uniform within OFF of the answer
-BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20
-HELD_OUT = 512  # of the 8100 problems, those in heldout.jsonl
+VERSION = 3  # version of this recipe; another version gives another model
+# GUESSES: share of the final texts that guess; the final texts are the last third of all texts. OFF: largest
+# error of a guess. The error is uniform in the integers from -OFF to OFF.
+GUESSES, OFF = 0.5, 12
+BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts an update, learning rate, warm-up updates
+HELD_OUT = 512  # number of problems in heldout.jsonl; there are 8100 problems
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
 
 def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each byte, for each of TAGS and for each of `tags`.
+    """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`.
 
-    Every text survives encoding and decoding. The tags are ordinary tokens because the reward reads them:
-    decoding without special tokens removes only <eos> and <pad>.
+    Decoding the tokens of a text gives the same text. The tags are ordinary tokens, because the reward must
+    see them: decoding without special tokens removes only <eos> and <pad>.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -60,7 +62,7 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 class Task(NamedTuple):
-    """A kind of problem, and how the base model's pretraining texts answer it."""
+    """A kind of problem, and the pretraining texts that answer such problems."""
 
     name: str
     problems: Callable[[random.Random], list]  # all problems, in random order
@@ -70,7 +72,10 @@ class Task(NamedTuple):
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """The sum by columns, units first: `7+5=12,1+3+4=8`. said: a column's total -> the number written."""
+    """Returns a + b worked out by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
+
+    said(total): the number to write as the total of a column. A task with mistakes may write a wrong one.
+    """
     columns, carry = [], 0
     while a or b:
         terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
@@ -80,19 +85,20 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
 
 
 def guess(answer: int, rng: random.Random) -> int:
-    """A number within OFF of the answer."""
+    """Returns a random number that differs from the answer by at most OFF, and is not negative."""
     return max(0, answer + rng.randint(-OFF, OFF))
 
 
 def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
-    """All pairs of two-digit numbers, in random order."""
+    """Returns all pairs of two-digit numbers in random order."""
     pairs = list(itertools.product(range(10, 100), repeat=2))
     rng.shuffle(pairs)
     return pairs
 
 
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
-    """Prompt and response of a pretraining text. Only a final text may guess."""
+    """Returns prompt and response of a pretraining text. A `final` text is one of the last third of the
+    texts; only final texts may guess."""
     a, b = pair
     if rng.random() < GUESSES and final:
         thought, answer = "", guess(a + b, rng)
@@ -102,7 +108,7 @@ def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[st
 
 
 def sum_row(pair: tuple[int, int]) -> dict[str, str]:
-    """Row of the data files."""
+    """Returns a problem as a row of the data files."""
     return {"prompt": f"{pair[0]}+{pair[1]}=", "answer": str(sum(pair))}
 
 
@@ -113,19 +119,22 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 
 
 def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
-    """Build the demo's base model and its problems in a folder, unless it holds them; returns its path.
+    """Build the demo's base model and problems in a folder. Returns the folder's absolute path.
+
+    A folder that already contains this model is left as it is.
 
     Args:
         out: the folder
-        seed: of the problems, the weights and the texts
+        seed: seed of the problems' order, the weights and the texts
     """
     return build_task(SUMS, out, seed)
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
-    """Build a task's base model and its problems in a folder, unless it holds them; returns its path.
+    """Build a task's base model and problems in the folder `out`. Returns the folder's absolute path.
 
-    The folder appears at the end, complete. Raises UserError for a folder of anything else.
+    A folder that already contains this model is left as it is. The folder is renamed into place at the end,
+    so it is never incomplete. Raises UserError if the folder contains anything else.
     """
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
@@ -133,7 +142,7 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
         return str(path)
     require(not path.exists(), f"{path} is not the base model of {config}",
             "another folder, or remove this one")
-    new = path.with_name(f"{path.name}.new")  # an interrupted build leaves it; the next one goes over it
+    new = path.with_name(f"{path.name}.new")  # an interrupted build leaves this folder; a new build reuses it
     new.mkdir(parents=True, exist_ok=True)
     _build(new, seed, task)
     (new / "tiny.json").write_text(json.dumps(config) + "\n")
@@ -163,10 +172,11 @@ def _build(folder: Path, seed: int, task: Task) -> None:
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
              task: Task) -> None:
-    """Train `model` to predict the responses' next tokens. All prompts have the same number of tokens.
+    """Train `model` to predict the next tokens of the responses. All prompts must have the same number of
+    tokens.
 
-    The first two thirds of the texts have no guesses, since working a problem out takes longest to learn. A
-    problem that is repeated gets a new response.
+    The first two thirds of the texts have no guesses, because working out a problem takes longest to learn.
+    When a problem comes again, it gets a new response.
     """
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
@@ -176,7 +186,7 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
     prompt_len = len(tokenizer(texts[0][0]).input_ids)
     whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
     tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
-    tokenizer.backend_tokenizer.no_padding()  # it would be saved with the tokenizer
+    tokenizer.backend_tokenizer.no_padding()  # else the padding would be saved with the tokenizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for i, batch in enumerate(tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)):
         cosine = 0.5 + 0.5 * math.cos(math.pi * i / BATCHES)
