@@ -22,9 +22,9 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
-    """(P, n) advantages from the rewards (P, n); exactly 0 in a group whose rewards are all equal.
+    """Returns advantages (P, n) from rewards (P, n); exactly 0 in a group whose rewards are all equal.
 
-    "group_mean": reward minus the group's mean. "group_mean_std": that, divided by the sample standard
+    "group_mean": reward minus the group's mean. "group_mean_std": "group_mean" divided by the sample standard
     deviation (n-1) + 1e-6. "leave_one_out": reward minus the mean of the other samples (RLOO).
     "group_mean_whiten": "group_mean" here; the caller then whitens over the step's tokens.
     "group_mean_batch_std": "group_mean" here; the caller then divides by `batch_std` (ScaleRL).
@@ -43,20 +43,21 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """(P,) true where the rewards (P, n) of a prompt differ: only these have a gradient (DAPO, eq. 11)."""
+    """Returns (P,): true where the rewards (P, n) of a prompt differ. Only such prompts have a gradient
+    (DAPO, eq. 11)."""
     return (rewards != rewards[:, :1]).any(1)
 
 
 def batch_std(total: Tensor) -> float:
-    """Standard deviation of advantages whose mean is 0, + 1e-6. total (2,): their number and the sum of their
-    squares, over all samples of the step (ScaleRL, 2510.13786)."""
+    """Returns the standard deviation of advantages whose mean is 0, plus 1e-6 (ScaleRL, 2510.13786). total
+    (2,): the number of advantages and the sum of their squares, over all samples of the step."""
     count, squares = total.tolist()
     return (squares / max(count, 1)) ** 0.5 + 1e-6
 
 
 def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
-    """DAPO's penalty of a response of `length` tokens (2503.14476, eq. 13): 0 up to max_len - buffer, then
-    falling linearly to -1 at max_len."""
+    """Returns DAPO's penalty of a response of `length` tokens (2503.14476, eq. 13). The penalty is 0 up to
+    max_len - buffer tokens. Then it falls linearly to -1 at max_len tokens."""
     return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
@@ -67,8 +68,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
     `tokens`, `responses`: counts of the whole update, over all packs and ranks.
     "token": mean over all tokens. "response": mean over each response's tokens, then over responses.
     "max_len": sum over tokens / (responses × max_len), so that length has no influence (Dr. GRPO).
-    "prompt": mean over the tokens of each prompt's responses, then over prompts (ScaleRL). prompt_share (T,)
-    is then one over the tokens of the token's prompt in the update, and over the update's prompts.
+    "prompt": mean over the tokens of each prompt's responses, then over prompts (ScaleRL). It needs
+    prompt_share (T,): 1 / (tokens of this prompt's responses in the update × prompts of the update).
     Raises ValueError for another aggregation.
     """
     if aggregation == "token":
@@ -85,7 +86,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
                 weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The loss of a pack, summed with `weights` (of `token_weights`), and its number of clipped tokens.
+    """Returns two scalars: 1. the loss of a pack, a sum weighted with `weights` (T,) from `token_weights`;
+    2. the number of clipped tokens.
 
     "token": ratio exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others).
     "sequence": exp of the mean log-ratio of the response, clipped as in PPO (GSPO, eq. 7).
@@ -113,6 +115,6 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
-    """(T,) sum of x over the segment of each token."""
+    """Returns (T,): for each token, the sum of x over the token's segment."""
     sums = torch.zeros_like(x).index_add(0, segment, x)  # there are no more segments than tokens
     return sums[segment]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """(T,) index of the segment that each token belongs to, from 0 to N-1. tokens: T, so that nobody has to
-    ask the device for it."""
+    """Returns (T,): the index of each token's segment, from 0 to N-1. tokens: T. It is an argument because
+    reading it from the device would wait for the device."""
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
@@ -31,33 +31,34 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma: float = 1.0,
         lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, (T,) each, 0 outside `mask` (GAE, 1506.02438, eq. 16).
+    """Returns 1. advantages (T,) and 2. returns (T,), both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 after a segment's last token
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The steps t are the tokens in `mask`. Tokens between them, which the policy did not sample, are no steps;
-    their rewards belong to the step before them.
+    The steps t are the tokens in `mask`. A token outside `mask` is no step: the policy did not sample it. Its
+    reward is added to the last step before it in the same segment.
     """
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    step = (is_step.cumsum(0) - 1).clamp(min=0)  # of each token: the last step at or before it
+    step = (is_step.cumsum(0) - 1).clamp(min=0)  # (T,) index of the last step at or before each token
+    # (T,) whether such a step exists in the token's own segment. Only then the token's reward counts.
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
     segment, v = segment[steps], values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
-        """x_{t+k}; 0 where step t+k is beyond the segment's end."""
+        """Returns x_{t+k} for each step t; 0 where step t+k is beyond the segment's end."""
         same_segment = segment[k:] == segment[:-k]
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # adv_t sums `reach` deltas. Each round adds the next `reach` of them, so the loop takes log2(steps)
-    # rounds, not one per token.
+    # At the start of a round, adv_t is the discounted sum of delta_t to delta_{t+reach-1}. The round adds
+    # adv_{t+reach}, the sum of the next `reach` deltas. So the loop takes log2(steps) rounds.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -67,15 +68,16 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
-    """(3,) float64: count, sum and sum of squares of x where `mask`. Add up those of all packs and ranks."""
+    """Returns (3,) float64: count, sum and sum of squares of x where `mask` is true. To whiten over several
+    packs or ranks, add up their statistics."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """(T,) x minus the mean, divided by the population standard deviation; 0 outside `mask`.
+    """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`.
 
-    `stats` (3,): the `whitening_stats` of everything that is whitened together, usually the whole step.
+    `stats` (3,): the `whitening_stats` of all tokens that are whitened together, usually the whole step.
     """
     count, total, squares = stats.to(x.device)
     mean = total / count.clamp(min=1)
@@ -84,9 +86,10 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
-    """(T,) estimates of KL(policy || ref), in nats, at tokens that the policy sampled.
+    """Returns (T,) estimates of KL(policy || ref) in nats, for tokens that the policy sampled.
 
-    `estimator`: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another.
+    `estimator`: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
+    name.
     """
     d = logp - ref
     if estimator == "k1":
@@ -102,7 +105,8 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
                 weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """PPO's clipped loss (1707.06347, eq. 7) of a pack, and its number of clipped tokens. Both are scalars.
+    """Returns two scalars: 1. PPO's clipped loss of a pack (1707.06347, eq. 7); 2. the number of clipped
+    tokens.
 
     The loss is summed over `mask` and divided by `tokens`, the response tokens of the whole update.
     old_logp (T,): if the policy takes one update a step, pass `logp.detach()`. The ratio is then 1 and the
@@ -120,10 +124,11 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
-    """Half the squared error of `values`, summed over `mask` and divided by `tokens`; a scalar.
+    """Returns half the squared error of `values`, summed over `mask` and divided by `tokens`; a scalar.
 
-    With `clip`, each token counts the larger of two errors: that of its value, and that of its value kept
-    within `clip` of old_values, the values before the step's first update (as in OpenAI baselines' ppo2).
+    old_values (T,): the values before the step's first update.
+    With `clip`, each token counts the larger of two squared errors: the error of the value, and the error of
+    the value clipped to old_value ± clip (as in OpenAI baselines' ppo2).
     """
     loss = (values - returns) ** 2
     if clip is not None:

@@ -35,13 +35,13 @@ class Cache:
     """Keys and values of up to `capacity` rows: for each layer (2, capacity, Hkv, columns, d)."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """Space for prompts of `lengths` (R,) in the first R rows and `steps` tokens after them. dtype and
-        device are those of `like`."""
+        """Allocate memory. lengths (R,): tokens of the prompts in the first R rows. steps: tokens that are
+        sampled after a prompt. like: a tensor with the cache's dtype and device."""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # where a decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # Zeros: masked values still enter sums, as 0 times what is there. New memory may hold NaN.
+        # Zeros, because new memory may contain NaN. A masked value is multiplied by 0, and 0 x NaN is NaN.
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         self.allowed = None  # (capacity, 1, 1, columns); None: all prompts are equally long
         if int(lengths.min()) < self.width:
@@ -52,7 +52,7 @@ class Cache:
         self.prefill = None  # row and column of each token of a packed prefill
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store (1, Hkv, T, d) of a prefill, or (R, Hkv, 1, d) of a decoding step."""
+        """Store keys and values: (1, Hkv, T, d) in a prefill, (R, Hkv, 1, d) in a decoding step."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -61,8 +61,8 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values up to the current column, and the mask of those that each row may see. With
-        `window` only those of so many columns."""
+        """Returns 1. the keys and 2. the values up to the current column, and 3. the mask of the columns that
+        each row may see, or None for all. window: number of last columns to return; None: all columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
@@ -98,7 +98,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
-        """Before a wave: concatenate the loaded weights, and compute rotary tables of so many positions."""
+        """Prepare for a wave of responses: concatenate the loaded weights, and compute the rotary tables for
+        positions 0 to `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -109,8 +110,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Last hidden states (R, D) of tokens (R,) at positions (R,). Keys and values go to the cache's
-        column."""
+        """Returns the last hidden states (R, D) of tokens (R,) at positions (R,). Writes keys and values to
+        column `cache.column`."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -209,13 +210,17 @@ class TorchEngine(Engine):
                 # own.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
-            cache.column = cache.width + t  # from here the new token's
+            cache.column = cache.width + t  # the column of the tokens that were just sampled
             of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """A cache with a row for each distinct one of `prompts` (tuples of tokens); the row of each prompt;
-        the rows' last hidden states (R, D). Computed in packs of about pack_len tokens."""
+        """Runs the model on `prompts` (tuples of tokens), in packs of about pack_len tokens. Equal prompts
+        share a row of the cache. Returns:
+
+        1. the cache, with R rows, one for each distinct prompt;
+        2. the row of each prompt (B,);
+        3. the hidden state of the last token of each row (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -236,8 +241,8 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """(B,) whether `token` completes EOS or a stop string. Text is decoded only where the token could end
-        one."""
+        """Returns (B,): whether `token` is an end token or completes a stop string. Text is decoded only
+        where the token could complete a stop string."""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -249,8 +254,9 @@ class TorchEngine(Engine):
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) drawn from softmax(logits / temperature) and their log-probs (B,). The uniforms u (B,)
-    invert the cumulative distribution. Temperature 0 takes the likeliest token."""
+    """Returns 1. tokens (B,) drawn from softmax(logits / temperature) and 2. their log-probs (B,) in nats. A
+    token is the point where the cumulative distribution reaches the uniform number u (B,). Temperature 0
+    takes the likeliest token."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -263,16 +269,16 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """(count,) uniforms in [0, 1) that are a function of the key; a longer draw starts with the shorter
-    one."""
+    """Returns (count,) uniform numbers in [0, 1), a function of the key. With a larger count the first
+    numbers stay the same."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
 def _may_stop(tokenizer, vocabulary, stop):
-    """For each token, whether a stop string can end inside its text."""
+    """Returns for each token of the vocabulary whether a stop string can end inside the token's text."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    if not all(s.isascii() for s in stop):  # bytes of a character are decoded as this one
+    if not all(s.isascii() for s in stop):  # a token with part of a character is decoded as this one
         tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

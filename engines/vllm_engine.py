@@ -32,8 +32,8 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, compiling would take minutes; and vLLM 0.32 fails where it reads a part of a prompt whose
-        # request has a seed ("CPU Generator does not use offset"), so it reads prompts whole.
+        # On a CPU, compilation would take minutes, so it is off. Chunked prefill is off on a CPU too: with a
+        # seeded request, vLLM 0.32 fails on a part of a prompt ("CPU Generator does not use offset").
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -51,8 +51,8 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM keeps a tied embedding until the last weight has come, and an embedding or head for good if it
-        # pads its rows. FSDP frees what was yielded before that, so these two are copied.
+        # vLLM reads some weights again after FSDP has freed them, so these weights are copied. vLLM keeps a
+        # tied embedding until the last weight has come. It keeps an embedding or head if it pads the rows.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
@@ -66,8 +66,8 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort what still runs, and sleep. An engine that failed while it woke is left as it is: it can't
-        sleep."""
+        """Abort the running requests, and sleep. An engine that failed while it woke can't sleep and is left
+        as it is."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -76,8 +76,8 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version):
-        """See Engine.generate. The ranks of one vLLM must all queue the same requests, in one order: the
-        requests of all of them. Each rank yields the responses to its own."""
+        """See Engine.generate. All ranks of one vLLM engine must queue the same requests in the same order.
+        So each rank queues the requests of all these ranks, and yields the responses to its own requests."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -108,8 +108,8 @@ class VLLMEngine(Engine):
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version, responses):
-        """vLLM's outputs as they finish. Raises RuntimeError if it fails, or nearly takes --stall_limit
-        seconds: this message knows more than dist.watch's, which would come next."""
+        """Yields vLLM's outputs as they finish. Raises RuntimeError if vLLM fails or takes more than 90 % of
+        --stall_limit seconds. At 100 % guard/watch.py would end the run, with a message that says less."""
         engine, start, limit = self.llm.llm_engine, time.monotonic(), self.cfg.stall_limit
         while engine.has_unfinished_requests():
             with self.engine_errors(f"to sample with the weights of step {version}"):
@@ -122,17 +122,19 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """vLLM's LLM class. Sets the environment that vLLM reads at its first import. Raises UserError."""
+    """Returns vLLM's class LLM. Sets the environment variables that vLLM reads at its first import. Raises
+    UserError if vLLM can't be imported or has another version than VERSION."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
-    if not torch.cuda.is_available():  # a compilation of 13 s hides in the first call
+    if not torch.cuda.is_available():  # else torch would compile for 13 s at vLLM's first call on a CPU
         torch._dynamo.config.disable = True
     try:
         from vllm import LLM, __version__
     except ImportError as e:
         raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
+    # The added dots match whole numbers: 0.32 and 0.32.1 pass, 0.320 does not.
     tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm, and vllm is {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
@@ -165,7 +167,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """(L,) log-probs of the sampled tokens. In vLLM's flat list they come first at each position."""
+    """Returns (L,) log-probs of the sampled tokens. vLLM's flat list may have several tokens a position; the
+    sampled token is the first of them."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()

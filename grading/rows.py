@@ -41,7 +41,7 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's words
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
-# Tables that went through CSV have lists and objects as text, in JSON or as Python prints them.
+# In tables that were converted to CSV, lists and objects are text: JSON, or Python's repr.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -53,16 +53,16 @@ HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A problem as its file has it."""
+    """One problem of a data file, with its gold answer."""
 
-    turns: tuple[tuple[str, str], ...]  # (role, content); the last is the user's: the problem
+    turns: tuple[tuple[str, str], ...]  # (role, content) of each turn; the last turn is the user's problem
     answer: str  # the gold answer
-    kind: str  # how answers are compared: one of answers.KINDS
-    dataset: str  # the data set that the row names, or ""
+    kind: str  # how an answer is compared with the gold answer: "math", "choice" or "exact"
+    dataset: str  # the row's field dataset or data_source; "" without one
 
     @property
     def text(self) -> str:
-        """The problem."""
+        """Returns the problem's text."""
         return self.turns[-1][1]
 
 
@@ -116,7 +116,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # Compared as text, an index would be another answer.
+        # An index is only understood by kind "choice". Every other kind compares the answer as it is, so an
+        # index would be a wrong gold answer.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -151,8 +152,8 @@ def _check_text(text, name, row, where):
 
 
 def _turns(prompt, where):
-    """(role, content) of a conversation's turns up to its last question. A text is one question. The turns of
-    the assistant after the question are a demonstration, and no part of the prompt."""
+    """Returns the (role, content) of the turns up to the user's last turn. A `prompt` that is a text is one
+    turn of the user. Turns of the assistant at the end are a demonstration and are left out."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
         require(not turns, f"{where} has a conversation as text", "a list of turns")
@@ -217,7 +218,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """The gold answer's text, out of its worked solution; None where there is none."""
+    """Returns the gold answer's text, extracted from a worked solution if it is in one; None if there is no
+    answer."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", '{"ground_truth": "2"}')
@@ -239,7 +241,8 @@ def _answer(fields, where):
 
 
 def _out_of_list(text):
-    """The text in a list of one that was written as JSON; other texts as they are."""
+    """Returns the element of a one-element JSON list of text: 5 for ["5"]. Returns any other text
+    unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith('["') else None
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
@@ -277,14 +280,16 @@ def _with_choices(text, choices, where):
 
 
 def _letter_of(gold, fields, choices, where):
-    """The letter of the choice that the gold answer names by an index from 0, a letter or a choice's text."""
+    """Returns the letter of the right choice. The gold answer may be an index from 0, a letter, or the text
+    of a choice. Raises UserError unless the gold answer names exactly one choice."""
     if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
         found = list(choices)[int(index[1]):][:1] if index else []
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # Where the row names its letters, the answer is one of them, even if it is a choice's text too.
+        # `text` may be both a letter and the text of another choice: {"A": "B", "B": "C"} with answer "B". If
+        # the row itself names the letters, the answer is read as a letter.
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]

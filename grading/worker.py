@@ -109,11 +109,12 @@ x\ge5y=3:4
 # --- in a worker
 
 _functions = {}  # FILE.py:FUNCTION -> the user's function, or the error of importing its file
-_modules = {}  # folder of such a file -> the imported modules beside the file, by name
+_modules = {}  # folder of a user's file -> the modules imported from the folder: name -> module
 
 
 def _outcome(what, *arguments):
-    """(value, reason) of a request: a reward or, with the reason "replied", a Reply."""
+    """Carries out a request. Returns 1. the value: a reward, or the environment's Reply; 2. the reason:
+    "correct" or "wrong" for a reward, "replied" for a Reply."""
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
@@ -122,7 +123,7 @@ def _outcome(what, *arguments):
 
 
 def _reply(*request):
-    """The environment's Reply. Raises an exception for one that can't be used."""
+    """Returns the environment's Reply. Raises an exception if the reply can't be used."""
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
@@ -142,7 +143,7 @@ def _as_reward(value, what):
 
 
 def _call(spec, *arguments):
-    """What a user's function returns."""
+    """Calls the user's function FILE.py:FUNCTION and returns its result."""
     function = _functions[spec]
     if isinstance(function, Exception):
         raise function
@@ -152,11 +153,14 @@ def _call(spec, *arguments):
 
 @contextmanager
 def _modules_beside(spec):
-    """Inside, imports first find the modules beside the file of FILE.py:FUNCTION. Afterwards these modules
-    are put away, because another file's folder may have modules of the same names.
+    """Context in which a user's file can import the modules of its own folder. spec: FILE.py:FUNCTION.
 
-    A module counts as the folder's by its name alone: reading an attribute of a lazy module (torch.classes)
-    would raise."""
+    On entry the folder becomes the first in sys.path. On exit the folder's modules are moved from sys.modules
+    to `_modules`, because the folder of another user's file may have modules of the same names. The next
+    entry brings them back.
+
+    A module belongs to the folder if a file there has its name. Its attributes are not read, because a lazy
+    module (torch.classes) raises an error then."""
     folder = os.path.dirname(spec)
     names = {file.partition(".")[0] for file in os.listdir(folder)} - sys.modules.keys()
     sys.path.insert(0, folder)
@@ -176,10 +180,11 @@ def _take_modules(names):
 
 
 def _grade_chunk(requests, deadline):
-    """(reward or Reply, reason, error message) of each request, and the seconds that one took. A timeout or a
-    crash ends this process instead.
+    """Returns 1. for each request: reward or Reply, reason, and error message or None; 2. the mean seconds of
+    a request. A timeout or a crash ends this process instead.
 
-    The chunk shares one answer's deadline. After a timeout the Grader retries its answers one by one.
+    All requests of the chunk together have the deadline of one answer. After a timeout the Grader sends the
+    requests again, each in a chunk of its own.
     """
     outcomes, start = [], time.monotonic()
     for request in requests:
@@ -210,7 +215,7 @@ def _init_worker():
 
 
 def _import_function(spec):
-    """The function of FILE.py:FUNCTION, or the error of importing the file."""
+    """Returns the function FILE.py:FUNCTION. If the file can't be imported, returns the ImportError."""
     path, _, name = spec.rpartition(":")
     try:
         with _modules_beside(spec):
@@ -394,7 +399,7 @@ class Grader(AbstractContextManager):
         return grades
 
     def new_errors(self) -> list[str]:
-        """The messages in `errors` that it did not return before."""
+        """Returns the messages in `errors` that an earlier call has not returned."""
         messages = list(self.errors.values())[self._told:]
         self._told = len(self.errors)
         return messages
@@ -437,8 +442,8 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write what the pipe takes and read what it has; wait at most `seconds` until one of both is
-        possible. False if neither was: the time is up or the server is dead."""
+        """Write to the server's pipe and read from it. Waits at most `seconds` until one of the two is
+        possible. Returns False if neither was possible: the time is up or the server is dead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select() fails if the trainer has over 1024 open files
         poll.register(stdout, select.POLLIN)
@@ -456,10 +461,10 @@ class Grader(AbstractContextManager):
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        """Keep a chunk's outcomes; None: its worker died. `seconds`: for one request."""
+        """Store the outcomes of a chunk. outcomes: None if the worker died. seconds: mean of a request."""
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
-        if outcomes is None:  # one by one, only the request that killed the worker fails
+        if outcomes is None:  # send the requests one by one: then only the one that killed the worker fails
             for request in requests:
                 self._send([request])
             return

@@ -18,9 +18,12 @@ DEAD = 120.0  # seconds without a heartbeat, after which another run may take th
 
 
 class FolderLock(contextlib.AbstractContextManager):
-    """A run's claim on its folder: a file that names host and process. A thread renews the file's time, the
-    heartbeat. A run takes over the lock of a process that is dead on the same host, or that is on another
-    host and has no heartbeat any more. (A kernel's lock of a dead host stays on NFS.)"""
+    """A run's claim on its folder: a file with the host and process of the run. A thread renews the file's
+    modification time every HEARTBEAT seconds.
+
+    Another run takes over the lock in two cases: the owner was on the same host and is dead, or the owner is
+    on another host and its heartbeat has stopped. A kernel lock (flock) would not do: on NFS the kernel lock
+    of a dead host stays."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
@@ -64,7 +67,7 @@ class FolderLock(contextlib.AbstractContextManager):
                     folder.rmdir()  # OSError where it is not empty
 
     def owner(self) -> dict[str, Any]:
-        """What the lock says of its run; {} where there is no lock that can be read."""
+        """Returns the content of the lock file; {} where no lock can be read."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
@@ -91,7 +94,8 @@ class FolderLock(contextlib.AbstractContextManager):
             return 0.0
 
     def _beat(self):
-        """Renew the lock's time, until another run has the folder: then this one must not write any more."""
+        """Renew the lock's time. If another run has taken the folder over, end this process, so that it does
+        not write to the folder any more."""
         while not self.ended.wait(HEARTBEAT):
             owner = self.owner()
             if owner == self.mine:
@@ -106,15 +110,16 @@ class FolderLock(contextlib.AbstractContextManager):
 
 
 def _system():
-    """Identity of the process numbers that this process sees. Hosts may share a name, and containers a
-    kernel."""
+    """Returns an id of the kernel and process namespace. Two processes with equal ids can check each other's
+    process numbers. A host name would not do: hosts may share a name, and containers share a kernel."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """When a process of this host started, or "" where there is none: process numbers are used again."""
+    """Returns the start time of a process of this host as text; "" if there is no such process. A later
+    process with the same number has another start time."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

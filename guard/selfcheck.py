@@ -17,8 +17,8 @@ from rollout import CHECK
 CHECK_TOKENS = 16  # tokens of a response in the self-check
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
 
-# The stages of the self-check: when it is, the weights' scale, the prompts' direction, likely causes of a
-# failure.
+# The stages of the self-check. Each has: the moment, the factor on the weights, the direction of the prompts
+# (-1: tokens reversed), and likely causes of a failure.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -60,8 +60,8 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """The first disagreement of engine and trainer, or "", and the largest mean |engine - trainer| log-prob
-    in nats.
+    """Returns 1. a description of the first disagreement of engine and trainer, or "", and 2. the largest
+    mean |engine - trainer| log-prob of a stage, in nats a token.
 
     The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
 

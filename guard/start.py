@@ -51,9 +51,11 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """The run's folder as an absolute path, and its lock. All ranks run the same program, and see and can
-    write the same folder; no other run uses it; torz knows the models' families. Raises UserError, the same
-    on every rank, with host names."""
+    """Returns 1. the run's folder as an absolute path and 2. the folder's lock.
+
+    Checks that all ranks run the same program, that all ranks see the same folder and can write to it, that
+    no other run uses the folder, and that torz knows the models' families. Raises UserError, the same on
+    every rank, with host names."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -87,14 +89,14 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                         "folder") from None
 
 
-# What a run writes in its folder. It writes over them only where `is_run`.
+# Names that a run writes in its folder. A run replaces such files only in a folder that passes `is_run`.
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
            "nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether torz has written to this folder: it has a killed run's lock, a run's config or a
-    checkpoint."""
+    """Returns whether torz has written to this folder before. Signs are the lock of a killed run, a run's
+    config.json, or a complete checkpoint."""
     with suppress(OSError, ValueError):
         if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
             return True
@@ -102,8 +104,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError where this rank can't write to the folder, or sees another one under its name.
-    `owner`: rank 0's lock in the folder."""
+    """Raises UserError where this rank can't write to the folder, or where the path is another folder on this
+    host than on rank 0's host. `owner`: content of the lock that rank 0 wrote into the folder."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"this host doesn't see {folder} as rank 0 on {owner['host']} does", needed)
@@ -115,8 +117,10 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 
 
 def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
-    """Raises UserError, naming the hosts, unless all ranks have the same facts. `does`: what every rank does
-    with them."""
+    """Raises UserError, naming the hosts, unless the facts of every rank equal the facts of rank 0.
+
+    facts: name -> text, for example the hash of a file. does: a verb for the message, as "runs" or "reads":
+    "not every rank reads what rank 0 reads". needed: what the user should do."""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
     other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
@@ -126,7 +130,8 @@ def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
 
 def read_files(cfg: Config, problems: Sequence[Problem],
                held_out: Mapping[str, Sequence[Problem]]) -> dict[str, str]:
-    """Fingerprints of what this rank read or will read: problems and models, with their tokenizers."""
+    """Returns the fingerprints of this rank's problems and model folders. A model folder includes the
+    tokenizer."""
     models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
     return ({"--data": fingerprint(problems)}
             | {f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
@@ -134,13 +139,14 @@ def read_files(cfg: Config, problems: Sequence[Problem],
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Name and fingerprint of a complete checkpoint. A machine may have another on a disk of its own."""
+    """Returns name and fingerprint of a complete checkpoint; "none" for None. Machines with separate disks
+    may have different checkpoints under one path."""
     mark = (path / "COMPLETE").read_bytes() if path else b""
     return f"{path.name} {hashlib.sha256(mark).hexdigest()[:8]}" if path else "none"
 
 
 def program(cfg: Config) -> dict[str, str]:
-    """Versions of the packages, and hashes of the code, the config and the reward files."""
+    """Returns the versions of the packages, and hashes of the code, the config and the reward files."""
     code = hashlib.sha256()
     for file in sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py")):
         code.update(file.read_bytes())
@@ -164,7 +170,7 @@ def model_shapes(cfg: Config) -> list[plan.Shape]:
 
 
 def check_critic(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError where the critic's model reads other tokens than the policy writes."""
+    """Raises UserError where the critic's model has another vocabulary than the policy."""
     path = cfg.critic_model
     if cfg.algo != "ppo" or path in ("", cfg.model):
         return
@@ -177,8 +183,8 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError where --keep_best names neither a metric of the evaluation sets `held_out` nor a mean
-    of training that is better when it is higher."""
+    """Raises UserError for an unknown metric in --keep_best. Known are the metrics of the evaluation sets
+    `held_out`, and those training metrics of which a higher value is better."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
@@ -190,8 +196,9 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """The run to plan, the same on every rank: on the smallest device and host. `problems`: prompts an epoch;
-    memory does not depend on it."""
+    """Returns the run as a case for tools/plan.py. Every rank returns the same case. Its memory sizes are the
+    smallest of all ranks' devices and hosts. `problems`: prompts of an epoch; the planned memory does not
+    depend on them."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
@@ -201,8 +208,8 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> plan.Plan:
-    """Print the plan in short, and return all of it. `problems`: prompts an epoch. Raises UserError, with a
-    remedy, where the run doesn't fit the devices or the disk of --out."""
+    """Print the first section of the plan. Returns the whole plan. `problems`: prompts of an epoch. Raises
+    UserError, with a remedy, where the run does not fit the devices or the disk of --out."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -221,10 +228,10 @@ GOLD_LIMIT = 0.01  # share of the checked ones that may fail
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Callable[[str], None], refuse: bool = True) -> None:
-    """Print how many gold answers of the data set `name` can't be graded, and the first five. Raises
-    UserError where they are over GOLD_LIMIT, if `refuse` and not cfg.go. The ranks share the work.
+    """Print how many gold answers of the data set `name` can't be graded, and the first five of them.
 
-    A gold answer that only a custom reward sees may be anything."""
+    Raises UserError where their share is above GOLD_LIMIT, if `refuse` is true and --go is not given. The
+    ranks share the work. A gold answer that only a custom reward reads is not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -240,15 +247,17 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """The indices of gold answers that no answer can equal, or that raise an error when another answer is
-    compared with them. Comparing them with themselves would show nothing: equal texts are not parsed."""
+    """Returns the indices of gold answers that can't be graded: no answer can equal the gold answer, or the
+    comparison with another answer raises an error. A comparison of the gold answer with itself would not
+    show the error, because equal texts are not parsed."""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # Of two numbers the grader knows at once that they differ, if both or none are decimals.
+            # This wrong answer must reach the parser only if the gold answer is no plain number. For two
+            # integers, or two decimals, the grader sees without parsing that they differ.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -260,8 +269,9 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
 
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError for a part of --reward that no response can earn. Open-R1's format and tags look for
-    <think> in the response, where it isn't if prompts end in it. Lengths are compared within a prompt."""
+    """Raises UserError for a part of --reward that no response can earn. The parts "format" and "tags" (from
+    Open-R1) need <think> in the response; a prompt that ends in <think> makes this impossible. The part
+    "length" compares the samples of one prompt, so it needs several."""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
@@ -279,9 +289,11 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Callable[[str], None], errors: Sequence[str] = ()) -> None:
-    """Print three of the first step's prompts with a response, and how all responses were graded. Raises
-    UserError, unless cfg.go, where all score 0 or most were cut by length. All of the step's samples count,
-    because a base model may be right one time in twenty. `errors`: what this rank's graders raised."""
+    """Print three prompts of the first step with one response each, and how all responses were graded.
+
+    Raises UserError, unless --go is given, where all responses score 0 or most were cut by length. All
+    samples of the step count, because a base model may be right only once in twenty samples.
+    errors: messages of the errors that this rank's grader met."""
     if dist.stop_requested():
         return
     shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
@@ -313,7 +325,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
 
 
 def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
-    """A prompt, its response and how that was graded, for the screen."""
+    """Returns text to print: a prompt, its response, and how the response was graded."""
     prompt = " ".join(tokenizer.decode(list(s.prompt)).split())
     if len(prompt) >= 400:
         prompt = f"{prompt[:200]} … {prompt[-190:]}"

@@ -17,8 +17,9 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that ends this process, and prints its stacks, when a phase takes longer than `limit`
-    seconds on this rank or another one. So a hang becomes a restart, and every rank tells where it was."""
+    """Start a thread that detects a stall: a phase that takes longer than `limit` seconds on any rank. The
+    thread then prints the stacks of this process and ends the process with status 1. So a hang becomes a
+    restart, and every rank prints where it was."""
     if CURRENT.limit:  # an earlier run of this process started the thread
         return
     CURRENT.limit = limit
@@ -28,7 +29,7 @@ def watch(limit: float) -> None:
         while not ended.wait(every) and td.is_initialized():
             try:
                 who = stalled_rank(store, limit)
-            except (RuntimeError, ValueError):  # the other ranks are gone; the first to see that reports it
+            except (RuntimeError, ValueError):  # the store is closed: another rank has ended
                 return
             if who:
                 print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
@@ -43,12 +44,14 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # Python ends a daemon thread wherever it is. Inside the store's C++ code that aborts the whole process.
+    # At exit Python kills daemon threads. A thread killed inside the store's C++ code aborts the process, so
+    # the thread is ended first.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """The rank that was first to notice its own stall, with its host and phase; "" while there is none."""
+    """Returns the rank that stalled first, with its host and phase, as text; "" if no rank has stalled. A
+    stalled rank reports itself in the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -57,8 +60,8 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 
 def print_stacks(head: str) -> None:
-    """Print where each thread of this process is, innermost call first. Each line is one write and names the
-    rank, so that ranks' lines don't mix."""
+    """Print the stack of each thread of this process, innermost call first. Each line starts with the rank
+    and is one write, so the lines of several ranks do not mix."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)  # reads no source file: a hanging disk may be the cause
         file.seek(0)
