@@ -133,7 +133,7 @@ def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
     assert steps("metrics.old.jsonl") == [(2, 0.5), (3, 0.5)]
     written(tmp_path, [], start=0)  # another run in the folder of one that saved nothing
     assert steps("metrics.old.jsonl")[2:] == [(0, 0.5), (1, 0.5), (2, 0.7)] and steps("metrics.jsonl") == []
-    assert len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 2
+    assert len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 1
 
 
 def test_a_start_that_cannot_write_loses_no_history(tmp_path):
