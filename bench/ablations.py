@@ -90,13 +90,13 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """A wrong estimator: the old log-probs carry a gradient, which cancels that of the new ones."""
+    """A wrong estimator: the old log-probs carry a gradient, which cancels the new log-probs' gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """The engine samples with the weights of `stale` steps ago, and with noise of `nats` on each logit. The
+    """The engine samples with the weights of `stale` steps ago and with noise of `nats` on each logit. The
     evaluation after the last step has neither."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -114,7 +114,7 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 
 def sequence_weight(cfg: Config, **gap: float) -> None:
-    """The mismatch of the engine is corrected by one weight a response, at most --tis_clip."""
+    """Corrects the engine's mismatch by one weight a response, at most --tis_clip."""
     def weight(logp, p, cfg):
         segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         log_ratio = grpo._segment_sum(torch.where(p.mask, logp - p.engine_logp, 0), segment)
@@ -125,7 +125,7 @@ def sequence_weight(cfg: Config, **gap: float) -> None:
 
 
 def wrong_grades(cfg: Config, share: float) -> None:
-    """A share of the training rewards is turned around. The evaluation's are right."""
+    """Inverts a share of the training rewards. Evaluation rewards stay right."""
     right = train.rollout
 
     def rollout(*args):
@@ -139,14 +139,14 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """A function of a fork's file in the place of the reference's. text: hash of the file."""
+    """Replaces a function of the reference by a function of the fork's file. text: hash of the file."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     setattr(*HOOKS[name], getattr(module, name))
 
 
-# What --vary FILE:NAME may replace: the name in the file, and the module and function here.
+# Functions that --vary FILE:NAME may replace: name in the file -> module and function here.
 HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
          "token_weights": (grpo, "token_weights"), "mismatch_weight": (train, "mismatch_weight"),
          "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
@@ -156,8 +156,9 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A reference, the flags that differ from it, and a function with its arguments that changes the code.
-    With four updates a step the ratio moves, and clips have an effect: their recipes are against grpo-4."""
+    """A variant: its reference, the flags that differ, and optionally a function with arguments that patches
+    the code. With four updates a step the ratio moves and clips have an effect. Recipes with clips are
+    compared with grpo-4."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -166,13 +167,14 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """A member of the GRPO family: the fields of its preset that tell it from GRPO."""
+    """A member of the GRPO family: the preset's fields that differ from GRPO."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
-    """GRPO whose engine differs from the trainer, and what corrects it: no correction, if flags name none."""
+    """GRPO with an engine that differs from the trainer. The flags name the correction; without flags there
+    is none."""
     return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
 
 
@@ -208,7 +210,7 @@ CORE = {  # the most decisive first
 
 
 def matrix() -> dict[str, Variant]:
-    """All variants, those of the core first."""
+    """Returns all variants, core variants first."""
     found = dict(CORE)
     for x in (0.9, 0.99):
         found[f"lam-{x}"] = Variant("ppo", dict(lam=x))
@@ -244,7 +246,7 @@ def matrix() -> dict[str, Variant]:
 
 
 def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
-    """The settings of one run."""
+    """Returns the settings of one run."""
     flags = TASKS[task][0] | variant.flags
     if task == "countdown":
         flags["reward"] = (f"{ROOT}/bench/countdown.py:reaches", *flags.get("reward", ())[1:])
@@ -256,8 +258,8 @@ NO_CHANGE = ("recompute",)  # settings that change the speed of a run, not its n
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Hash of what decides a run: the settings that are not defaults, and the change of the code. The paths
-    don't count, and a setting that is new in configs.py changes nothing."""
+    """Returns a hash of a run's non-default settings and its code change. Paths do not count. A setting that
+    is new in configs.py does not change the hash."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -268,7 +270,7 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """One run in a process of its own. Its figures go to `file`."""
+    """Trains one run in a new process and writes its figures to `file`."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -301,7 +303,7 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """What is kept of a run: accuracies, its curves, its alarms."""
+    """Returns the stored figures of a run: accuracies, curves, alarms."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -313,7 +315,7 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
-    """Make all runs, `jobs` at a time. Each finished one is a line of `results`."""
+    """Trains all runs, `jobs` at a time. Appends each finished run as a line to `results`."""
     began = time.monotonic()
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
@@ -326,7 +328,7 @@ def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: P
 
 
 def keep(name: dict, file: Path, status: int, results: Path) -> str:
-    """Add a run's figures to the results. Returns a line about it."""
+    """Appends a run's figures to the results. Returns a line about the run."""
     run = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
         return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
@@ -345,7 +347,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 
 class Estimate(NamedTuple):
-    """A mean over n seeds, and half the width of its 95 % interval: infinite for one seed."""
+    """A mean over n seeds and half the width of its 95 % interval; infinite for one seed."""
 
     mean: float
     half: float
@@ -358,31 +360,32 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and Student's interval of independent values, at most 30; None has no mean."""
+    """Returns mean and Student's interval of at most 30 independent values. Ignores None."""
     n = len(values)
     half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
 
 
 def last(values: Sequence[float], n: int = 5) -> float:
-    """Mean of the last n values; not a number for a run without a step."""
+    """Returns the mean of the last n values; NaN for a run without steps."""
     return fmean(values[-n:]) if values else math.nan
 
 
 def means_of_five(row: dict) -> list[float]:
-    """Mean rewards of five steps each, from every step on that four others follow."""
+    """Returns the mean rewards of all windows of five consecutive steps."""
     rewards = row["rewards"]
     return [fmean(rewards[i:i + 5]) for i in range(len(rewards) - 4)]
 
 
 def collapsed(row: dict) -> bool:
-    """Whether a run stopped itself, or lost half of the best reward that it had, in means of five steps."""
+    """Returns whether a run stopped itself, or ended below half of its best reward (means of five steps)."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
 
 def alarms_before(row: dict) -> list[str]:
-    """The alarms up to the step at which a run had lost half of its best reward for good, or all of them."""
+    """Returns the alarms up to the step at which a run lost half of its best reward for good; else all
+    alarms."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -390,12 +393,13 @@ def alarms_before(row: dict) -> list[str]:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """First step at which the mean reward of three steps is `threshold`; the run's length if none is."""
+    """Returns the first step at which the mean reward of three steps reaches `threshold`; else the run's
+    length."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
 
-MEASURES = {  # what a claim is about: a number of a run
+MEASURES = {  # the number of a run that a claim compares
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
     "steps": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
@@ -409,7 +413,7 @@ Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> row
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """A variant's measure minus its reference's, paired by seed; None where no seed has both."""
+    """Returns a variant's measure minus the reference's, paired by seed; None if no seed has both."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
@@ -417,8 +421,8 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 
 def seeds_needed(deviation: float, gap: float = 0.02) -> int:
-    """Seeds that show a difference of `gap` at the 5 % level with a probability of 80 %, if the differences
-    of pairs have this standard deviation: n = ((1.96 + 0.84) deviation / gap)²."""
+    """Returns the number of seeds that show a difference of `gap` at the 5 % level with 80 % power.
+    `deviation` is the standard deviation of paired differences: n = ((1.96 + 0.84) deviation / gap)²."""
     return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
 
@@ -426,8 +430,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 
 
 class Claim(NamedTuple):
-    """What a paper says of a variant's measure against a reference's: that it is higher (sign 1) or lower.
-    why: what may explain a disagreement here; unclear: why no task can tell."""
+    """A paper's claim: a variant's measure is higher (sign 1) or lower than a reference's. why: possible
+    causes of a disagreement here; unclear: why no task can decide."""
 
     text: str
     source: str
@@ -478,8 +482,8 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Whether the 95 % interval of a difference lies on the claim's side of 0. Two seeds tell nothing: theirs
-    may be equal by chance."""
+    """Returns whether the 95 % interval of a difference lies on the claim's side of 0. Two seeds are too few,
+    because they may be equal by chance."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -489,13 +493,13 @@ def verdict(found: Estimate, sign: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
+    """Returns the lines of a Markdown table."""
     return markdown(head, rows).splitlines()
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """One row a claim and task that has runs; below them what may explain the disagreements, what no
-    task can tell and why, and what was not run."""
+    """Returns one row per claim and task that has runs. Below: possible causes of disagreements, undecidable
+    claims with reasons, and missing runs."""
     rows, notes, missing = [], [], []
     for claim in CLAIMS:
         verdicts = set()
@@ -518,7 +522,7 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    """One row a variant: its means over the seeds, and the paired difference to its reference."""
+    """Returns one row per variant: means over the seeds, and the paired difference to the reference."""
     rows = []
     for name, variant in variants.items():
         found = list(runs.get((task, name), {}).values())
@@ -542,8 +546,8 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """One row a task and recipe: its accuracy, and the recipes from which it differs by more than the 95 %
-    interval. Below it, how many pairs do."""
+    """Returns one row per task and recipe: its accuracy, and the recipes outside of its 95 % interval. Below:
+    the number of such pairs."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
@@ -561,7 +565,7 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """One row a task and recipe with 20 seeds or more: how often it collapsed, and what the alarms said
+    """Returns one row per task and recipe with 20 seeds or more: how often runs collapsed, and the alarms
     before."""
     rows = []
     for task in tasks:
@@ -577,8 +581,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def alarm_kinds(rows: Sequence[dict]) -> str:
-    """The most frequent kinds of `alarms_before`, with the number of runs that had them. The words up to the
-    first comma or semicolon tell an alarm's kind, without their numbers."""
+    """Returns the most frequent kinds of `alarms_before` with their numbers of runs. An alarm's kind is its
+    text up to the first comma or semicolon, without numbers."""
     kinds = Counter()
     for row in rows:
         kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
@@ -587,7 +591,7 @@ def alarm_kinds(rows: Sequence[dict]) -> str:
 
 
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
-    """Each task's noise: deviations of a recipe over seeds, and of paired differences to it."""
+    """Returns each task's noise: standard deviations of a recipe over seeds, and of paired differences."""
     rows = []
     for task in tasks:
         for reference in REFERENCES:
@@ -608,7 +612,7 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
 
 
 def report(runs: Runs) -> str:
-    """The text of ablations.md."""
+    """Returns the text of ablations.md."""
     tasks, variants = tasks_of(runs), matrix()
     planned, made = 5 * len(TASKS) * len(variants), sum(seed < 5 for seeds in runs.values() for seed in seeds)
     rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
@@ -642,13 +646,13 @@ def report(runs: Runs) -> str:
 
 
 def weights_of(base: str) -> str:
-    """Hash of a base model's weights: another machine's may differ, and its runs are no pairs of these."""
+    """Returns a hash of a base model's weights. Runs from different base models are not paired."""
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
-    """The finished runs of these keys, (task, variant, seed) -> settings, from base models with these
-    weights; without weights of a task, from those of its newest run. vary: those of --vary too."""
+    """Returns the finished runs of `keys`, (task, variant, seed) -> settings, from base models with these
+    weights. A task without weights takes those of its newest run. vary: include runs of --vary."""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -659,7 +663,7 @@ def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], va
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """The reference, and a fork's function in it. Raises UserError where there is no such function."""
+    """Returns the reference and the fork's variant. Raises UserError if the file has no such function."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
@@ -671,7 +675,7 @@ def varied(spec: str) -> dict[str, Variant]:
 
 
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
-    """The variants that the command line asks for, and their number of seeds."""
+    """Returns the variants that the command line asks for, and their number of seeds."""
     if args.vary:
         return varied(args.vary), args.seeds
     if args.part in ("power", "stability"):
@@ -681,7 +685,7 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
 
 
 def tasks_of(runs: Runs) -> list[str]:
-    """The tasks that have runs."""
+    """Returns the tasks that have runs."""
     return [task for task in TASKS if any(t == task for t, _ in runs)]
 
 
@@ -706,14 +710,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """(task, variant, seed) -> settings and variant of all runs that may be made; seed 0 of everything first.
+    """Returns (task, variant, seed) -> settings and variant of all possible runs; seed 0 of everything first.
     base: task -> folder of its base model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 
 
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
-    """Make the wanted runs that are not made yet, two at a time; returns all runs of the plan."""
+    """Trains the missing runs, two at a time. Returns all runs of the plan."""
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
     runs, waiting = read_runs(keys, weights, bool(args.vary)), []

@@ -36,13 +36,13 @@ PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # the othe
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# What tells the members of the GRPO family apart: fields of their presets.
+# Preset fields in which the members of the GRPO family differ.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """The compared runs, at the demo's size: PPO, and each recipe of grpo.py as its paper has it."""
+    """Returns the compared runs at the demo's size: PPO, and each recipe of grpo.py as in its paper."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
                  "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
@@ -54,7 +54,7 @@ def configs(steps: int) -> dict[str, Config]:
 
 
 def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
-    """A recipe's run with this seed, from the base model of this seed, which is pretrained if missing."""
+    """Returns a recipe's config with this seed. Pretrains the seed's base model if it is missing."""
     if name.endswith(HARD):
         model = tasks.build(f"{base}3-{seed}", "sums-3", seed)
     else:
@@ -64,7 +64,7 @@ def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
 
 
 def result(out: Path) -> dict:
-    """The figures of a finished run."""
+    """Returns the figures of a finished run."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     rewards = [r["reward"] for r in steps]
@@ -77,7 +77,8 @@ def result(out: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Markdown: means over the seeds; the spread is the largest accuracy minus the smallest."""
+    """Returns a Markdown table of means over the seeds. The spread is the largest accuracy minus the
+    smallest."""
     lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
@@ -112,7 +113,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def draw_panel(axis, name: str, runs: list[dict]) -> None:
-    """One recipe: the reward of each seed; on sums of three digits also the response length."""
+    """Draws each seed's reward for one recipe; for sums of three digits also the response length."""
     for seed, r in enumerate(runs):
         axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
     axis.set_title(name, fontsize=10)

@@ -30,7 +30,7 @@ LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vo
 
 
 def on_cpu(cores: int) -> list[Case]:
-    """What runs on a CPU: the demo's model, with one rank on each core or with one rank of all threads."""
+    """Returns the CPU cases: the demo's model, with one rank per core or with one rank of all threads."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
     head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]
@@ -46,7 +46,7 @@ def on_cpu(cores: int) -> list[Case]:
 
 
 def on_gpu() -> list[Case]:
-    """What runs on one GPU. Makes runs/shape-0.5b, the model of engine and step."""
+    """Returns the cases of one GPU. Makes runs/shape-0.5b, the model of the engine and step benches."""
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
@@ -63,7 +63,7 @@ def on_gpu() -> list[Case]:
 
 
 def device() -> str:
-    """A file name for the device: the GPU's name, or the processor's with its number of cores."""
+    """Returns a file name for the device: the GPU's name, or the processor's name and number of cores."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -73,7 +73,7 @@ def device() -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a line a figure, with what was measured and the numbers that are not 0."""
+    """Returns a Markdown table: one line per figure, with its labels and its nonzero numbers."""
     lines = []
     for row in rows:
         # A float is a measurement, even if its name is a label's: the seconds of the phase "pack".

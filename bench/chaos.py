@@ -46,14 +46,14 @@ HANG = 120.0  # seconds without a new line, after which a command counts as hang
 
 # --- in the rank that is struck
 
-# Signals that the rank sends to itself at once. What the other faults are this program does, milliseconds
+# Signals that the struck rank sends to itself at once. This program causes all other faults, milliseconds
 # later.
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
 
 def be_a_rank() -> None:
-    """Run train.py as it is. On the rank that the order names, a thread watches its phases meanwhile."""
+    """Runs train.py unchanged. On the rank that the order names, a thread watches the phases."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -62,8 +62,8 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Write at the end of the process when each phase began and ended, or strike in the phase that the order
-    names: `after` seconds after it began for the `visit`-th time, or after it began once more."""
+    """Strikes in the phase that the order names, `after` seconds into its `visit`-th visit, or into a later
+    one. Without a phase: at the process's end, writes begin and end of each visit of each phase."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -86,8 +86,8 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """What the rank is in: the name of dist.CURRENT ("import" before that), and two parts of the run that are
-    no phases: "files", while those of a checkpoint are written, and "end", from the export on."""
+    """Returns the rank's current phase, the name in dist.CURRENT ("import" before any phase). Two more names:
+    "files" during the write of a checkpoint's files, and "end" from the export on."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -110,19 +110,20 @@ class Nodes:
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
-        self.expected = ""  # regular expression of the line that is due; empty: none
+        self.expected = ""  # regular expression of the required line; empty: none
         self.had = 0  # steps that must not be lost
-        self.copy: Path | None = None  # a checkpoint's copy that must stay
+        self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
 
     def type(self) -> None:
-        """Start the run, or start it again."""
+        """Starts the command on all nodes. Counts how often the command was started."""
         self.typed += 1
         for node in range(self.count):
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's agent. Until the strike the ranks are started by this program, to be watched."""
+        """Starts the node's torchrun agent. Until the strike, this program's be_a_rank runs the ranks, to
+        watch them."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -139,7 +140,7 @@ class Nodes:
         self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
-        """Start an agent in a session of its own: killing the session is the loss of the agent."""
+        """Starts an agent in a session of its own. Killing the session means losing the agent."""
         env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
                                      "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
@@ -147,7 +148,8 @@ class Nodes:
                                     start_new_session=True)
 
     def ranks(self, node: int | None = None) -> dict[int, int]:
-        """Process ids of the ranks that train now, by rank; with `node`, those of its agent."""
+        """Returns the process ids of the training ranks by rank; with `node`, only those of the node's
+        agent."""
         agents = {a.pid for n, a in self.agents.items() if node in (None, n)}
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -158,22 +160,22 @@ class Nodes:
         return found
 
     def running(self) -> bool:
-        """Whether no agent has ended."""
+        """Returns whether all agents still run."""
         return all(agent.poll() is None for agent in self.agents.values())
 
     def hangs(self) -> bool:
-        """Whether nothing was printed for long."""
+        """Returns whether nothing was printed for HANG seconds."""
         return time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG
 
     def logs(self) -> list[Path]:
         return sorted(self.out.parent.glob(f"{self.out.name}.*.log"))
 
     def text(self) -> str:
-        """All that was printed."""
+        """Returns everything that was printed."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs())
 
     def wait(self) -> list[int]:
-        """Exit status of each agent. A run that hangs is killed."""
+        """Returns the exit status of each agent. Kills a run that hangs."""
         while any(agent.poll() is None for agent in self.agents.values()):
             if self.hangs():
                 self.hung = True
@@ -182,7 +184,7 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """What the struck rank wrote; None: the run is over, or hangs."""
+        """Returns the struck rank's message; None if the run has ended or hangs."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -192,7 +194,7 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the agent and its ranks, as a power cut does. The ranks have sessions of their own."""
+        """Kills the agent and its ranks, as a power cut does. Each rank has its own session."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # so that it starts no more ranks
@@ -208,15 +210,15 @@ class Nodes:
 
 
 def rendezvous(out: Path, host: str) -> list[str]:
-    """torchrun's flags for two agents."""
+    """Returns torchrun's flags for two agents."""
     port = random.Random(str(out)).randint(20000, 40000)
     return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", out.name,
             "--rdzv-endpoint", f"{host}:{port}"]
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes network namespaces torz0 and torz1, joined by a virtual cable, until this program ends. False if
-    that is not allowed."""
+    """Makes network namespaces torz0 and torz1, joined by a virtual cable, until this program ends. Returns
+    False if that is not allowed."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -231,14 +233,14 @@ def make_namespaces(count: int) -> bool:
 
 
 def system(command: str, *paths: Path) -> bool:
-    """Whether the command, which needs root, did its work."""
+    """Returns whether the command, which needs root, succeeded."""
     words = [*command.split(), *map(str, paths)]
     return not os.geteuid() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 # --- the faults
 
-# Each is called when the struck rank has told its phase. False: it came too late or too early.
+# A fault is called after the struck rank reports its phase. Returns False if it came too late or too early.
 
 
 class Skipped(Exception):
@@ -246,7 +248,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The rank has sent itself the fault's SIGNALS. A storm is over all ranks; what is frozen goes on."""
+    """The struck rank has sent itself the fault's SIGNALS. A storm also hits all other ranks. A frozen rank
+    resumes after 3 s."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -263,7 +266,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Node 1 is lost and comes back. Not after the last save: node 0 may end before that."""
+    """Node 1 is lost and comes back. Never after the last save, because node 0 may end before the loss."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -283,7 +286,7 @@ def stop(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The disk has no byte left for some seconds."""
+    """The disk is full for some seconds."""
     ballast = nodes.out / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
@@ -294,8 +297,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The folder is read-only for some seconds, to all that is opened meanwhile. (A remount would be refused:
-    TensorBoard's file is open.)"""
+    """New files in the folder can't be opened for writing for some seconds. (A read-only remount would be
+    refused, because TensorBoard's file is open.)"""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -307,7 +310,7 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """A bit of the newest checkpoint changes. The run is refused until the checkpoint is removed."""
+    """Flips a bit of the newest checkpoint. The run is refused until the checkpoint is removed."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -325,8 +328,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The newest checkpoint has lost its mark, and does not count; or half of its largest file: then the run
-    is refused until the checkpoint is removed."""
+    """Damages the newest checkpoint. Either its mark is removed and the run ignores it, or half of its
+    largest file is cut off and the run is refused until the checkpoint is removed."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -346,7 +349,8 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """A second run in the same folder is refused. The first one is stopped meanwhile, to be in its phase."""
+    """A second run in the same folder is refused. The first run is stopped meanwhile, to stay in its
+    phase."""
     owner = {}
     while not owner:  # in its first seconds a run has no lock yet
         if not nodes.running():
@@ -368,7 +372,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """All files are of 1970 or of 2100, as from a host whose clock is wrong. Half of the runs are killed."""
+    """Dates all files to 1970 or 2100, as a host with a wrong clock does. Half of the runs are killed."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -379,7 +383,7 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """What other runs and the user left: another host's old lock, an unfinished save, a copied checkpoint."""
+    """Adds leftovers: another host's old lock, an unfinished save, a copied checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -394,7 +398,7 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The command is typed on two machines of one rank, and one of them has another folder at --out."""
+    """Starts the command on two machines of one rank. On one of them --out is another folder."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -415,7 +419,7 @@ def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Files and their times, without the lock."""
+    """Returns the files and their times, without the lock."""
     return {str(p): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
 
 
@@ -423,20 +427,20 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # the run's folder has a small file system of its own
-DAMAGE = {"flip", "half"}  # there must be a checkpoint
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # the other ranks' collectives may fail then
+DAMAGE = {"flip", "half"}  # faults that need a checkpoint
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks' collectives may fail after these
 
 
 # --- what a run must be
 
 
 def checkpoint(out: Path) -> Path:
-    """The newest complete checkpoint."""
+    """Returns the newest complete checkpoint."""
     return out / "ckpt" / f"step_{newest(out):06d}"
 
 
 def newest(out: Path) -> int:
-    """Steps in the newest complete checkpoint; 0: there is none."""
+    """Returns the step of the newest complete checkpoint; 0 without one."""
     from ckpt import complete
 
     names = [p.name for p in complete(out)]
@@ -444,8 +448,8 @@ def newest(out: Path) -> int:
 
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """What no disturbance may change: metrics without times and memory, and the exported weights. Raises
-    ValueError where the metrics are no strict JSON, OSError where a file is missing."""
+    """Returns the results that no fault may change: metrics without times and memory, and the exported
+    weights. Raises ValueError if the metrics are no strict JSON, OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
 
     def refuse(constant):
@@ -457,7 +461,7 @@ def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
 
 
 def files(out: Path) -> set[str]:
-    """What a run leaves in its folder for people to read, and its checkpoints."""
+    """Returns the paths of a run's files, samples, evaluations and complete checkpoints."""
     patterns = ("*", "samples/*", "eval/*", "ckpt/*/COMPLETE")
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
@@ -471,13 +475,13 @@ OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): 
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of refused commands, and those of what was not written."""
+    """Returns the lines of refused commands and of failed writes."""
     refused = dict.fromkeys(re.findall(r"train\.py: (.*; needed: .*)", text))
     return [*refused, *re.findall(r"^!! .*(?:failed|can't write).*", text, re.M)]
 
 
 def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
-    """What is wrong with a run that was struck, in words; empty: nothing."""
+    """Returns the errors of a struck run in words; empty: the run is ok."""
     text, fault, wrong = nodes.text(), nodes.order["fault"], []
     lines, resumed = lines_of(text), resumed_after(text)
     refused = [line for line in lines if not line.startswith("!!")]
@@ -512,8 +516,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """The run's folder, on a file system of its own where the fault needs it. All of it is removed, unless
-    an assertion or another error keeps it."""
+    """Yields the run's folder, on its own file system if the fault needs one. Removes everything at the end,
+    but keeps it after an error."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -532,13 +536,13 @@ def place(out: Path, fault: str) -> Iterator[None]:
 
 
 def remove(out: Path) -> None:
-    """Remove a run's folder, and what lies beside it under the same name."""
+    """Removes a run's folder and its neighbours with the same name."""
     for path in [out, *out.parent.glob(f"{out.name}.*")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """A run's line, after the strike and all that follows; None: the strike came too late."""
+    """Returns a run's result line after the strike and all restarts; None if the strike came too late."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -565,7 +569,7 @@ Visits = dict[str, list[list[float]]]  # phase: when each of its visits began an
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """The phases in which the fault may strike, each with (number of the visit, seconds that it took)."""
+    """Returns the phases in which the fault may strike, each with (number of the visit, its seconds)."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # when the first checkpoint was there
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
@@ -573,7 +577,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """(fault, phase, visit, seconds of it) of each run: every fault and every phase once, then at random."""
+    """Returns (fault, phase, visit, its seconds) of each run: every fault and every phase once, then random
+    ones."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -584,8 +589,8 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """The line of a run that is struck as chosen. Where the strike came too late, it is tried again earlier;
-    where it came before there was a checkpoint to damage, later."""
+    """Returns the result line of a run that is struck as chosen. If the strike came too late, the run is
+    repeated with an earlier strike; if no checkpoint existed yet to damage, with a later one."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}
@@ -609,7 +614,7 @@ def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng
 
 
 def undisturbed_run(args: argparse.Namespace, out: Path) -> Visits:
-    """Train in `out`. Returns the phases of rank 0."""
+    """Trains in `out`. Returns the phases of rank 0."""
     order = {"fault": "", "phase": "", "rank": 0, "out": str(out), "file": f"{out}.struck"}
     out.mkdir()
     began, nodes = time.monotonic(), Nodes(args.nodes, args.base, out, args.namespaces, order)
@@ -645,7 +650,7 @@ def main() -> None:
     from configs import user_errors
     from tools.tiny import build
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running or mounted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all processes, removes mounts
     rng = random.Random(args.seed)
     with user_errors("chaos.py"):
         out = new_folder(args.out)
@@ -668,7 +673,7 @@ def main() -> None:
     say({"runs": args.runs, "ok": len(done) - bad, "skipped": len(rows) - len(done),
          "phases": Counter(row["phase"] for row in done), "faults": Counter(row["fault"] for row in done)})
     if not bad:
-        shutil.rmtree(out)  # which this program filled
+        shutil.rmtree(out)  # this program made the folder
     sys.exit(bad > 0)
 
 

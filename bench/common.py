@@ -1,4 +1,4 @@
-"""What the benches share: their command lines, JSON lines, folders and torchrun."""
+"""Helpers of several benches: command lines, JSON lines, folders and torchrun."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """The command line: a flag for each default, of its type. False: a switch; (): any number of words.
-    --help prints the module's text `doc`."""
+    """Parses the command line: one flag per default, of the default's type. False: a switch; (): any number
+    of words. --help prints the module's text `doc`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -37,7 +37,7 @@ def say(row: dict) -> None:
 
 
 def new_folder(out: str) -> Path:
-    """The path of --out. Raises UserError if it holds anything."""
+    """Returns the path of --out. Raises UserError if the folder is not empty."""
     from configs import require  # here, because vs_trl.py runs in TRL's environment too
 
     path = Path(out).absolute()
@@ -47,18 +47,18 @@ def new_folder(out: str) -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """The environment of a rank that this process starts."""
+    """Returns the environment of a rank that this process starts."""
     return os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """Command that runs `words` in this interpreter: on several ranks by torchrun."""
+    """Returns the command that runs `words` in this interpreter; several ranks run under torchrun."""
     return [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *map(str, words)]
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Make all calls, (function, file for its output), `jobs` at a time, each in a fork of this process:
-    everything is imported there. Yields (index of the call, exit status) as they end."""
+    """Makes all calls, (function, file for its output), `jobs` at a time, each in a fork of this process,
+    which has imported all modules. Yields (index of the call, exit status) in the order in which they end."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -80,6 +80,6 @@ def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Ite
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = (head, ["---"] * len(head), *rows)
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

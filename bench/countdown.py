@@ -12,13 +12,14 @@ from fractions import Fraction
 
 
 def reaches(response: str, answer: str, kind: str) -> float:
-    """1.0 if the last box of `response` reaches the same number as `answer`, with the same four numbers."""
+    """Returns 1.0 if the last box of `response` has the same value as `answer` and uses the same four
+    numbers."""
     boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
     return float(bool(boxes) and read(boxes[-1]) == read(answer))
 
 
 def read(text: str) -> tuple[list[str], Fraction] | None:
-    """The digits, sorted, and the number they reach from left to right; None for another form."""
+    """Returns the sorted digits and the value of the expression; None if the text has another form."""
     if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
         return None
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)

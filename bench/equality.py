@@ -37,11 +37,11 @@ PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
 
 
 class Late(BaseException):
-    """Not an Exception: sympy catches those."""
+    """A timeout. Not an Exception, because sympy catches those."""
 
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
-    """The function `grade` of reward.py as of a commit."""
+    """Returns the function `grade` of reward.py as of a commit."""
     source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward_before.py")
@@ -53,7 +53,7 @@ def earlier(commit: str) -> Callable[[str, str], bool]:
 
 
 def math_verify(answer: str, gold: str) -> bool:
-    """math-verify as its README uses it."""
+    """Grades with math-verify as its README shows."""
     from math_verify import parse, verify
 
     boxes = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
@@ -61,7 +61,7 @@ def math_verify(answer: str, gold: str) -> bool:
 
 
 def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
-    """What the grader says; False if it raises or takes too long."""
+    """Returns the grader's verdict; False if the grader raises or takes too long."""
     def late(*_):
         raise Late
 
@@ -76,7 +76,7 @@ def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
 
 
 def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
-    """Shares in percent: of the right answers those refused, of the wrong ones those accepted."""
+    """Returns two shares in percent: refused right answers and accepted wrong answers."""
     wrong = Counter((p.same, p.same != v) for p, v in zip(cases, verdicts, strict=True))
     percent = {}
     for name, same in (("refused", True), ("accepted", False)):
@@ -86,7 +86,8 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 
 
 def foreign() -> list[Pair]:
-    """The pairs of bench/equality_foreign.jsonl. A category begins with the part: `foreign integer`."""
+    """Returns the pairs of bench/equality_foreign.jsonl. Category names start with the part: `foreign
+    integer`."""
     found = []
     for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -96,19 +97,19 @@ def foreign() -> list[Pair]:
 
 
 def part(pair: Pair) -> str:
-    """One of PARTS."""
+    """Returns the name of the pair's part, one of PARTS."""
     first = pair.category.split()[0]
     return first if first in PARTS else "unseen" if pair.unseen else "seen"
 
 
 def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, float]:
-    """`count` of one of PARTS."""
+    """Returns `count` for one of PARTS."""
     chosen = [i for i, p in enumerate(cases) if part(p) == name]
     return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Markdown: per category and grader `refused / accepted`, and the sums of PARTS."""
+    """Returns a Markdown table: `refused / accepted` by category and grader, and the sums of PARTS."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []

@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """All pairs, without repetition. One gold answer in three is unseen, with everything paired with it."""
+    """Returns all pairs without repetition. One gold answer in three is unseen, with all of its pairs."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -56,7 +56,7 @@ WORDS = ["Tuesday", "Evelyn", "ellipse", "parabola", "hyperbola", "odd", "isosce
 
 
 def fill(template: str, values: dict) -> str:
-    """The template with the values of its expressions, which may have a format: `«a / b:.3f»`."""
+    """Returns the template with its expressions evaluated; an expression may have a format: `«a / b:.3f»`."""
     def value(match):
         expression, form = re.fullmatch(r"(.*?)(?::([<>,.\dbf]*))?", match[1]).groups()
         return format(eval(expression, values), form or "")
@@ -65,7 +65,7 @@ def fill(template: str, values: dict) -> str:
 
 
 def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
-    """(category, answer, gold, same) of the templates, each drawn `draws` times."""
+    """Returns (category, answer, gold, same) of the templates. Each template is drawn `draws` times."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     for category in text.strip().split("\n\n"):
         head, *lists = re.split(r"\n  (?:gold |right|wrong) ", category)
@@ -132,7 +132,7 @@ RIGHT = [  # each takes and returns a whole answer; the rules are applied in thi
 
 
 def _other_digit(t, r):
-    """`t` with one digit changed, or None. A leading zero and exponents of one half are left alone."""
+    """Returns `t` with one digit changed, or None. Leading zeros and exponents of one half stay unchanged."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]
@@ -161,7 +161,7 @@ WRONG = [
 
 
 def varied(seed: int = 0) -> Iterator[tuple[str, str, str, bool]]:
-    """(category, answer, gold, same) of each gold answer with six right and eight wrong answers."""
+    """Returns (category, answer, gold, same): six right and eight wrong answers for each gold answer."""
     for line in GOLDS.replace(" |\n    ", " | ").strip().splitlines():
         name, *golds = (part.strip() for part in line.split(" | "))
         for gold in golds:

@@ -32,8 +32,8 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """The largest differences of the model in a folder, by the names of LIMITS. A text says why a number is
-    missing."""
+    """Returns the largest differences of a folder's model, by the names of LIMITS. A text instead of a number
+    is the reason why the number is missing."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -43,7 +43,8 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """compare_engine with vLLM, which allows one engine a process. Text: its error."""
+    """Returns compare_engine with vLLM in a new process, because vLLM allows one engine a process; or the
+    error's text."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
@@ -55,8 +56,8 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Write the results, in the order of `names`. Models that were not measured this time keep their earlier
-    row. Returns the table, a line a model."""
+    """Writes the results in the order of `names`. Other models keep their earlier rows. Returns the table,
+    one line per model."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}

@@ -25,7 +25,7 @@ sys.path.append(str(ROOT / "tests"))
 
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
-    """`count` tuples (answer, gold, whether they are equal). Two of three are equal."""
+    """Returns `count` tuples (answer, gold, equal). Two of three pairs are equal."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         a, b, c, k = rng.randint(2, 9999), rng.randint(2, 99), rng.randint(2, 9), len(cases)
@@ -51,12 +51,12 @@ def box(answer: str) -> str:
 
 
 def descriptors(grader: Grader) -> list[int]:
-    """Numbers of open files of this process and of the server."""
+    """Returns the numbers of open files of this process and of the server."""
     return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader._process.pid)]
 
 
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:
-    """Print the speed on typical answers; whether all grades are right."""
+    """Prints the speed on typical answers. Returns whether all grades are right."""
     cases = typical(count)
     to_workers = sum(worker.quick_grade(answer, gold) is None for answer, gold, _ in cases)
     start = time.perf_counter()
@@ -75,7 +75,7 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
 
 
 def bench_hostile(grader: Grader, count: int) -> bool:
-    """Print what became of hostile answers; whether none passed and the grader still works."""
+    """Prints the grades of hostile answers. Returns whether none passed and the grader still works."""
     from test_reward import hostile
 
     before = descriptors(grader)

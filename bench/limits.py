@@ -1,4 +1,4 @@
-"""The device's limits, measured in the run that quotes them: FLOP and bytes a second. Also peak memory."""
+"""Measures the device's limits: FLOP and bytes a second, in the process that uses them. Also peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """The fewest seconds that f() takes in `rounds` rounds, the device's work included."""
+    """Returns the shortest time of f() in `rounds` rounds, in seconds, including the device's work."""
     best = float("inf")
     for _ in range(rounds):
         began = time.perf_counter()
@@ -23,7 +23,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of copying a large tensor."""
+    """Returns the bytes a second, read and written, of a copy of a large tensor."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -31,14 +31,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP a second of a product of large random matrices."""
+    """Returns the FLOP a second of a product of large random matrices."""
     n = 8192 if device.type == "cuda" else 1536
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: x @ y, device)
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Peak memory of f() in bytes, above what was in use before: the GPU's, or this process's on Linux."""
+    """Returns the peak bytes of f() above the memory in use before: the GPU's, or this process's on Linux."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -54,13 +54,13 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
 
 
 def _status(name: str) -> int:
-    """Bytes of an entry of this process's status, for example VmRSS."""
+    """Returns the bytes of an entry of this process's status, for example VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name in results."""
+    """Returns the device's name in results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads"

@@ -23,14 +23,14 @@ from bench.shape import build
 
 
 def memory() -> dict[str, float]:
-    """This process's resident memory in GiB: anonymous, and pages of files."""
+    """Returns this process's resident memory in GiB: anonymous pages, and pages of files."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     kib = {"anonymous": lines["RssAnon"], "files": lines["RssFile"]}
     return {kind: int(text.split()[0]) / 2**20 for kind, text in kib.items()}
 
 
 def load(folder: str) -> None:
-    """In each rank: load the policy, watch the memory, print the JSON line."""
+    """On each rank: loads the policy, watches the memory, prints the JSON line."""
     import dist
     from model import load_policy
     from tools.plan import read_shape

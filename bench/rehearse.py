@@ -24,14 +24,14 @@ from log import read_metrics
 
 
 def available_gb() -> float:
-    """GiB of memory that the kernel estimates to be available."""
+    """Returns the kernel's estimate of available memory in GiB."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     line = next(x for x in lines if x.startswith("MemAvailable"))
     return int(line.split()[1]) / 2**20
 
 
 def phase(name: str, commands: list[list[str]], out: Path) -> None:
-    """Runs the commands side by side and prints what they took. Ends this program if one fails."""
+    """Runs the commands in parallel and prints seconds and memory. Ends this program if a command fails."""
     before = lowest = available_gb()
     began = time.monotonic()
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]
@@ -74,7 +74,7 @@ def main() -> None:
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and "resumed after 2 steps" in text, rows
     say({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
          "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True})
-    shutil.rmtree(out)  # which this program made
+    shutil.rmtree(out)  # this program made the folder
 
 
 if __name__ == "__main__":

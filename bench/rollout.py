@@ -30,7 +30,7 @@ from rollout import ENGINES, make_engine
 
 
 def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
-    """Sample by vLLM's own `generate`, without log-probs. Returns the number of tokens."""
+    """Samples with vLLM's own `generate`, without log-probs. Returns the number of tokens."""
     from vllm import SamplingParams
 
     engine.llm.reset_prefix_cache()
@@ -41,7 +41,8 @@ def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
 
 
 def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Namespace, seed: int) -> dict:
-    """Figures of one `awake`: tokens a second, of bare vLLM too, and the metrics of the memory ledger."""
+    """Returns the figures of one `awake`: tokens a second of engine and bare vLLM, and the memory ledger's
+    metrics."""
     figures = {}
     with engine.awake(weights, version=seed):
         start = time.perf_counter()
@@ -56,7 +57,7 @@ def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Name
 
 
 def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: float) -> float:
-    """Tokens a second at which each decoding step reads weights, keys and values once."""
+    """Returns the tokens a second if each decoding step reads weights, keys and values once."""
     c = engine.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * engine.dtype.itemsize  # per token
@@ -66,7 +67,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """All figures: name -> its values. Medians over the rounds."""
+    """Returns all figures, name -> its values, as medians over the rounds."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}

@@ -25,13 +25,13 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """The middle four fifths: the tails hold the pauses of a shared machine."""
+    """Returns the middle four fifths of the sorted values. The tails contain a shared machine's pauses."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Of each pair: block with a save - block without, as a share of the median block without."""
+    """Returns, for each pair, (block with a save - block without) / median block without."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 
@@ -81,7 +81,7 @@ def main() -> None:
     run.lock.release()
     dist.gather(None)
     if run.world.main:
-        shutil.rmtree(out)  # which this program made
+        shutil.rmtree(out)  # this program made the folder
 
 
 if __name__ == "__main__":

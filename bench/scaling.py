@@ -30,7 +30,8 @@ LENGTH_CASES = {  # what grows: the arguments of bench/train.py
 
 
 def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """The figures (JSON lines) that a bench prints. If it fails, exits with the end of its error output."""
+    """Returns the figures (JSON lines) of a bench. If the bench fails, exits with the end of its error
+    output."""
     command = torchrun(ranks, "-m", f"bench.{script}", *args)
     done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
                           check=False)
@@ -40,7 +41,7 @@ def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) ->
 
 
 def by_ranks(base: str, rounds: int) -> list[dict]:
-    """Seconds of whole steps, for each of RANK_CASES."""
+    """Returns seconds of whole steps for each of RANK_CASES."""
     seconds: dict[tuple, list[float]] = {case: [] for case in RANK_CASES}
     for _ in range(rounds):
         for case in RANK_CASES:
@@ -61,7 +62,7 @@ def by_ranks(base: str, rounds: int) -> list[dict]:
 
 
 def by_lengths(size: str) -> list[dict]:
-    """Microseconds a token and memory of the trainer's phases, for each of LENGTH_CASES."""
+    """Returns microseconds a token and memory of the trainer's phases for each of LENGTH_CASES."""
     rows = []
     for by, cases in LENGTH_CASES.items():
         for case in cases:
@@ -95,7 +96,7 @@ def lengths_table(rows: list[dict], by: str) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """All figures in Markdown."""
+    """Returns all figures as Markdown."""
     of = {by: [r for r in rows if r["by"] == by] for by in ("ranks", *LENGTH_CASES)}
     return "\n".join(ranks_table(some) if by == "ranks" else lengths_table(some, by)
                      for by, some in of.items() if some)

@@ -16,8 +16,8 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """The Hugging Face config of one of tools/plan.py's shapes. `layers`, `vocab`: 0 keeps the shape's
-    own."""
+    """Returns the Hugging Face config of one of tools/plan.py's shapes. `layers`, `vocab`: 0 keeps the
+    shape's value."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -30,8 +30,8 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
-    """Writes the folder: weights in bf16, drawn from N(0, 0.02²), and train.jsonl. Returns its path. `chat`:
-    the tokenizer has a chat template."""
+    """Writes the folder: bf16 weights drawn from N(0, 0.02²), and train.jsonl. Returns its path. `chat`: add
+    a chat template to the tokenizer."""
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -28,12 +28,13 @@ PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases th
 
 
 def phases_of(row: dict) -> dict[str, float]:
-    """Seconds of each phase of a step."""
+    """Returns the seconds of each phase of a step."""
     return {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and k != "time/step"}
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """All figures: name -> its values. `rows`: metrics of the measured steps; `peak`: FLOP a second."""
+    """Returns all figures, name -> its values. `rows`: metrics of the measured steps; `peak`: FLOP a
+    second."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

@@ -37,7 +37,7 @@ STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not c
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that an engine takes."""
+    """Seconds of an engine's operations."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step: (responses, cached tokens)
     prefill: float  # of a token that is read again: after new weights, and after a move
@@ -53,8 +53,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Seconds in which one engine gives each trajectory `tokens` more, after `context` tokens, with at most
-    `slots` at once; the next one starts when one ends."""
+    """Returns the seconds in which one engine adds `tokens` tokens to each trajectory, after `context`
+    tokens. At most `slots` run at once; when one ends, the next one starts."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -69,7 +69,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Seconds until the last engine is done, if each takes `seconds` on a core of its own."""
+    """Returns the seconds until the last engine ends, if each takes `seconds` on a core of its own."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -82,7 +82,7 @@ def together(seconds: Sequence[float], cost: Cost) -> float:
 
 
 class Simulation:
-    """Rollouts of cfg on `engines` engines. lengths(count) draws lengths of responses in tokens."""
+    """Simulates rollouts of cfg on `engines` engines. lengths(count) draws response lengths in tokens."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
@@ -92,9 +92,9 @@ class Simulation:
         self.next = 0
 
     def step(self, step: int) -> dict[str, float]:
-        """Seconds, idle share, staleness and tokens of the step's rollout."""
+        """Returns seconds, idle share, staleness and tokens of the step's rollout."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # what was carried is read again, by the step's weights
+        moved = set(self.going)  # carried trajectories are read again with the step's weights
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -129,7 +129,7 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Seconds of one engine's round."""
+        """Returns the seconds of one engine's round."""
         if not keys:
             return 0.0
         reread = 0
@@ -151,7 +151,7 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Means over the steps after the first `warm`."""
+    """Returns means over the steps after the first `warm` steps."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -177,7 +177,7 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """The preset, and what its engine costs on H100s: a decoding step reads the weights and the cache."""
+    """Returns the preset and its engine's cost on H100s: a decoding step reads the weights and the cache."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -192,7 +192,7 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
-    """One row a rule."""
+    """Returns one row per rule."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
     cfg = replace(cfg, tp=1)  # an engine is a rank here

@@ -46,7 +46,7 @@ RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """The number that a text writes for x: with probability `slip` a wrong one near it."""
+    """Returns the number that a text writes for x: with probability `slip` a wrong number near x."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
@@ -61,7 +61,7 @@ def tool(numbers, rng, slip):
 
 
 def chain(numbers, rng, slip):
-    """Six numbers, added one after the other."""
+    """Writes a sum of six numbers, added one after the other."""
     total, thought = numbers[0], str(numbers[0])
     for n in numbers[1:]:
         total = said(total + n, rng, slip)
@@ -70,7 +70,7 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Two numbers, multiplied by columns."""
+    """Writes a product of two numbers by columns."""
     (a, b), (c, d) = (divmod(n, 10) for n in numbers)
     units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
     both = said(left + right, rng, slip)
@@ -82,19 +82,19 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """A sum after idle words. With `slip` also idle words instead of it, or repeated."""
+    """Writes a sum after idle words. With `slip` the idle words may also repeat or replace the sum."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
         return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
-    if work != add(*numbers):  # the answer has the slip in it
+    if work != add(*numbers):  # the answer repeats the slip
         answer = str(guess(int(answer), rng))
     return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
 
 
 def countdown(numbers, rng, slip):
-    """A number reached from four others. numbers: a solution's four numbers and three signs, from left to
-    right. With `slip` other tries come first; the last try may be the answer."""
+    """Writes how four numbers reach a target. numbers: a solution's four numbers and three signs, from left
+    to right. With `slip` other attempts come first; the last attempt may be the answer."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -106,7 +106,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """`8-3=5*4=20+2=22` and its result; None if a number on the way is not a whole one from 0 to 99."""
+    """Returns `8-3=5*4=20+2=22` and its result; None if an intermediate result is not an integer from 0 to
+    99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -118,7 +119,7 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Four numbers and three signs with a result; `four`: use these numbers."""
+    """Returns four numbers and three signs with a result. `four`: use these numbers."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
@@ -131,7 +132,7 @@ def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
-    """Pairs of numbers with so many digits."""
+    """Returns pairs of numbers with `digits` digits."""
     if digits == 2:
         return tiny.all_pairs(rng)
     low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
@@ -141,7 +142,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Drawn problems whose texts differ."""
+    """Returns drawn problems with different texts."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -164,7 +165,7 @@ countdowns = functools.partial(distinct, work=countdown, draw=draw_countdown)
 
 
 def chat_tokenizer():
-    """The demo's tokenizer with a chat template; its marks are tokens."""
+    """Returns the demo's tokenizer with a chat template whose marks are single tokens."""
     tokenizer = make_tokenizer(CHAT_TAGS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -203,7 +204,8 @@ TASKS = {t.name: t for t in (
 
 
 def build(out: str, name: str, seed: int = 0) -> str:
-    """Build a task's base model and its problems in a folder, unless it holds them; returns its path."""
+    """Builds a task's base model and problems in a folder, unless the folder already has them. Returns the
+    path."""
     return tiny.build_task(TASKS[name], out, seed)
 
 

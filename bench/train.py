@@ -37,7 +37,7 @@ from model import ChunkedLogProbs, Critic, Policy, logprobs, values
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
-    """A sharded model. Its weights are drawn from N(0, 0.02²), its norms are 1 and its biases 0."""
+    """Returns a sharded model: weights drawn from N(0, 0.02²), norms 1, biases 0."""
     with torch.device("meta"):
         model = kind(config)
     model = shard_fn(model).to_empty(device=device)
@@ -53,7 +53,8 @@ def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn
 
 
 def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.device, seed: int) -> Pack:
-    """A pack of about `tokens` tokens, in random segments of `segment` tokens with rewards and advantages."""
+    """Returns a pack of about `tokens` tokens: random segments of `segment` tokens, with rewards and
+    advantages."""
     rng, prompt_len = np.random.default_rng(seed), max(1, segment // 4)
     logp = np.full(segment - prompt_len, -1.0, np.float32)
     samples = []
@@ -66,8 +67,8 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 
 def flops(config, packs: list[Pack], head: int) -> float:
-    """FLOP of a forward and a backward pass: 6 per weight and token, and causal attention's half of the
-    square. `head`: rows of the head."""
+    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, and causal attention's half
+    of the square. `head`: rows of the head."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -82,13 +83,13 @@ def flops(config, packs: list[Pack], head: int) -> float:
 
 @torch.no_grad()
 def score(policy: torch.nn.Module, packs: list[Pack]) -> None:
-    """Log-probs without gradients, as before a step's first update."""
+    """Computes log-probs without gradients, as before a step's first update."""
     for p in packs:
         logprobs(policy, p, 1.0)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack], count: float) -> None:
-    """A PPO update of a Policy or a Critic. `count`: the update's response tokens."""
+    """Runs a PPO update of a Policy or a Critic. `count`: the update's response tokens."""
     for p in packs:
         if isinstance(model, Policy):
             logp, _ = logprobs(model, p, 1.0)
@@ -103,7 +104,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
 
 
 def head_alone(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
-    """Log-probs and entropies from hidden states, and the gradients of both."""
+    """Computes log-probs and entropies from hidden states, and the gradients of both."""
     logp, entropy = ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
     torch.autograd.grad((logp + entropy).sum(), (hidden, weight))
 
@@ -125,7 +126,7 @@ class Phases:
             say(self.facts | rounded)
 
     def measure(self, name: str, work, flop: float, moved: float, tokens: int) -> None:
-        """Measure work(), which takes `flop` FLOP for `tokens` tokens, and reads and writes `moved` bytes."""
+        """Measures work(): `flop` FLOP for `tokens` tokens, with `moved` bytes read and written."""
         seconds = []
         for _ in range(self.rounds + 1):
             start = time.perf_counter()

@@ -22,7 +22,8 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """The sum of these metrics at each step; NaN, which meets no demand, if there is no step."""
+        """Returns the sum of these metrics at each step; NaN, which fails every demand, if there is no
+        step."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")

@@ -69,7 +69,8 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """A side calls `step` after each step. It reports the step; after TURN steps it waits for its turn."""
+    """A side calls `step` after each step. `step` reports the step; every TURN steps it waits for the side's
+    turn."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
@@ -85,7 +86,7 @@ class Turns:
 
 
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """The job in torz."""
+    """Runs the job in torz."""
     import log
     import train
     from configs import PRESETS
@@ -106,7 +107,7 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """The task's reward as TRL calls it. Appends the mean of each call to `means`."""
+    """Returns the task's reward as TRL calls it. Each call appends its mean to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 
@@ -122,7 +123,7 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """The job in TRL. `tuned`: with the settings that are its fastest on a CPU, not its defaults."""
+    """Runs the job in TRL. `tuned`: with TRL's fastest settings on a CPU instead of its defaults."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -154,7 +155,7 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
 
 
 def processes_of(leader: int) -> set[int]:
-    """The process `leader`, all processes of its session, and all that these started."""
+    """Returns the process `leader`, all processes of its session, and all of their descendants."""
     parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -173,7 +174,8 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Peak memory of a side's processes in MB, without file-backed pages; see the top of this file."""
+    """Returns the peak memory of a side's processes in MB, without file-backed pages; see the top of this
+    file."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}
@@ -184,7 +186,7 @@ def memory_mb(leader: int) -> float:
         for name, _, rest in (line.partition(":") for line in lines.splitlines()):
             if name in ("VmHWM", "VmRSS", "Pss_Anon", "Pss_Shmem"):
                 kb[name] = int(rest.split()[0])
-        if kb:  # a process that is ending has none
+        if kb:  # an ending process has no figures
             total += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
     return total * 1024 / 1e6
 
@@ -214,7 +216,7 @@ class Job:
         self.turn()  # the first one includes the start
 
     def turn(self) -> None:
-        """Let it take its turn, and wait for the end of it."""
+        """Lets the side take its turn, and waits for the turn's end."""
         if self.rows:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -226,7 +228,7 @@ class Job:
         sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.folder.name, 'log').read_text()[-6000:]}")
 
     def end(self) -> dict:
-        """End the processes. Returns the side's figures."""
+        """Ends the processes. Returns the side's figures."""
         memory = memory_mb(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -241,7 +243,7 @@ class Job:
 
 
 def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
-    """Run all sides in turns with one seed. Returns the figures of each."""
+    """Runs all sides in turns with one seed. Returns each side's figures."""
     ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
     jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
     for turn in range(1, args.steps // TURN):
@@ -254,7 +256,7 @@ def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
 
 
 def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
-    """Medians over the pairs: the ratios of torz to each other side, and the figures of each side."""
+    """Returns medians over the pairs: the ratios of torz to each other side, and each side's figures."""
     result = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS,
               "samples": SAMPLES, "tokens": TOKENS, "dtype": args.dtype}
     for other in SIDES[1:]:

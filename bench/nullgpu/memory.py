@@ -32,7 +32,7 @@ from bench.common import RESULTS, arguments, markdown
 from tools import plan
 
 FILE = RESULTS / "nullgpu-memory.json"
-H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # name and GiB
+H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # (name, GiB)
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
 BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
 # device; preset, size, ranks, and tokens of a sample, of which a whole number fills a pack
@@ -45,12 +45,12 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # the plan may be so much above the driver's peak
+ABOVE = 1.08  # largest allowed ratio of the plan to the driver's peak
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """By phase, what the plan says of the driver's peak in GiB, as trainer.py can have it: without NCCL's
-    buffers and without an engine."""
+    """Returns, by phase, the planned driver's peak in GiB for trainer.py: without NCCL's buffers and without
+    an engine."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -59,7 +59,7 @@ def planned(case: plan.Case) -> dict[str, float]:
 
 
 def case_of(name: str, recompute: str) -> plan.Case:
-    """The plan's case of one of CASES."""
+    """Returns the plan's case for one of CASES."""
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset, "--recompute", recompute])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
@@ -67,7 +67,7 @@ def case_of(name: str, recompute: str) -> plan.Case:
 
 
 def measure(name: str, recompute: str) -> list[dict]:
-    """A row for each phase of a case. Updates have two packs, whose gradients are added up."""
+    """Returns a row for each phase of a case. An update has two packs and adds up their gradients."""
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
     # Where neighbours share a prompt attention lays out copies, and a short prompt saves no memory.
@@ -84,7 +84,7 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """The figures of a phase: the largest of two steps. The first step makes the optimizer's state."""
+    """Returns a phase's figures: the maximum of two steps. The first step creates the optimizer's state."""
     def most(field):
         return max(step[field] for step in steps)
 
@@ -101,7 +101,7 @@ def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict])
 
 
 def wrong(row: dict) -> str:
-    """What is wrong with a row, or nothing."""
+    """Returns the error of a row, or nothing."""
     if row["out_of_memory"]:
         return "out of memory"
     if not 1 <= row["share"] <= ABOVE:
@@ -113,7 +113,7 @@ def wrong(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown."""
+    """Returns the rows as Markdown."""
     lines = []
     for r in rows:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]

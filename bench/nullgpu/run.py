@@ -62,7 +62,7 @@ FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_p
 
 
 class Phases:
-    """dist.phase that also prints what each phase took, and what happened before it."""
+    """Wraps dist.phase and prints the measurements of each phase, and of the work before it."""
 
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
@@ -77,7 +77,7 @@ class Phases:
         self.tell(name)
 
     def tell(self, name: str) -> None:
-        """Print a phase's row and begin the next one."""
+        """Prints a phase's row and begins the next row."""
         seen = nullgpu.counters()
         asleep = self.own + plan.SLEEPING_ENGINE / GIB
         awake = name in ("rollout", "eval", "before eval", "before rollout")
@@ -94,7 +94,7 @@ class Phases:
 
 
 def planned(cfg: configs.Config) -> dict[str, float]:
-    """The plan's largest total by phase, in GiB."""
+    """Returns the plan's largest total by phase, in GiB."""
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     totals = {}
     for name, usage in plan.memory(plan.Case(cfg, 1, model_shapes(cfg), gpu)):
@@ -103,7 +103,8 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """The device says how many tokens a decode step sampled. It says 0, and no response would end: so 1."""
+    """Replaces the number of tokens that a decode step sampled: the device says 0, and no response would end;
+    so 1."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -117,7 +118,7 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Keep the host's copy of what decides sizes, when a pack moves to the device."""
+    """Keeps host copies of the tensors that decide sizes, when a pack moves to the device."""
     import data
 
     to = data.Pack.to
@@ -132,7 +133,7 @@ def remember_packs(known: dict) -> None:
 
 
 def no_nccl() -> None:
-    """Collectives of device tensors do nothing. Those of host tensors are gloo's, as always."""
+    """Turns collectives of device tensors into no-ops. Collectives of host tensors use gloo, as always."""
     import torch.distributed as td
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
@@ -141,7 +142,7 @@ def no_nccl() -> None:
 
 
 def one_process(argv: list[str]) -> None:
-    """`train.main` as the command line `argv` says."""
+    """Runs `train.main` with the command line `argv`."""
     cfg = configs.parse(argv, "run.py")
     dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
     import train
@@ -168,7 +169,7 @@ def one_process(argv: list[str]) -> None:
 
 
 def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
-    """A process up to `steps` steps. Prints its lines and returns whether it ended well."""
+    """Runs a process up to step `steps`. Prints its lines and returns whether the process ended well."""
     argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
             "--steps", str(steps), *FLAGS]
     say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})

@@ -70,7 +70,7 @@ HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> the 
 
 
 def host_values() -> None:
-    """Take what decides the sizes of tensors, segments' lengths and masks, from the host."""
+    """Reads values that decide tensor sizes (segment lengths and masks) from the host."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -90,7 +90,7 @@ def host_values() -> None:
 
 
 def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.device, seed: int) -> data.Pack:
-    """A pack of samples of --segment tokens, on the device; --group neighbours share their prompt."""
+    """Returns a pack of samples of --segment tokens on the device. --group neighbours share their prompt."""
     rng, samples = np.random.default_rng(seed), []
     count = args.segment - args.prompt
     for i in range(max(1, cfg.pack_len // args.segment)):
@@ -111,7 +111,7 @@ def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.devic
 
 
 def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) -> plan.Case:
-    """The run to plan, on this device."""
+    """Returns the run to plan, on this device."""
     shape = dataclasses.replace(plan.KNOWN[args.size], layers=args.layers or plan.KNOWN[args.size].layers)
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     return plan.Case(cfg, world.size, [shape, shape], gpu, local=min(world.size, configs.NODE))
@@ -119,7 +119,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Policy or critic with its optimizer. As train.load_models, but no file is read."""
+    """Returns policy or critic with its optimizer. As train.load_models, but without reading files."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
@@ -133,7 +133,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
 
 
 class Log:
-    """What train_role needs of a Logger."""
+    """The part of a Logger that train_role needs."""
 
     disable = True
 
@@ -162,7 +162,7 @@ class Pageable(TorchDispatchMode):
     bytes = 0
 
     def take(self) -> int:
-        """The bytes since the last call."""
+        """Returns the bytes since the last call."""
         taken, self.bytes = self.bytes, 0
         return taken
 
@@ -177,7 +177,7 @@ class Pageable(TorchDispatchMode):
 
 
 def launches(*words: str) -> int:
-    """Launches since the phase began, of kernels whose name has one of the words."""
+    """Returns the launches since the phase began, of kernels whose name has one of the words."""
     return sum(n for name, n in nullgpu.kernels() if any(word in name for word in words))
 
 
@@ -213,7 +213,7 @@ class Phases:
 
 
 def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
-    """Gather all weights, as for the engine."""
+    """Gathers all weights, as for the engine."""
     torch.cuda.empty_cache()
     phases.begin()
     for name, weight in dist.full_weights(policy.model, world.device):
@@ -223,7 +223,7 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
 
 def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
-    """Two steps' updates of a role."""
+    """Runs two steps' updates of a role."""
     count = args.updates if role.name == "critic" else 1
     cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
     loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
