@@ -1,7 +1,7 @@
-"""Problems in, packs out.
+"""The data path: from rows of a file to problems, and from samples to packs.
 
-Tokenises the rows that grading/rows.py reads. Draws each step's prompts as a pure function of (seed, step).
-Cuts a step's samples into minibatches and balanced packs, and lays packs out for the model.
+This file tokenises the rows that grading/rows.py reads. It draws each step's prompts as a pure function of
+(seed, step). It cuts a step's samples into minibatches and balanced packs, and lays packs out for the model.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -57,11 +57,11 @@ class Problem:
     text: str  # the problem as the file has it
     ids: tuple[int, ...]  # tokens of the templated prompt
     answer: str  # the gold answer
-    kind: str = "math"  # how answers are compared: math, choice or exact; passed to a user's own reward too
-    weight: float = 1.0  # how often it comes in an epoch
+    kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
+    weight: float = 1.0  # how often the problem comes in an epoch
     dataset: str = ""  # the row's data set, which may have an extractor and a grader of its own
     file: str = ""
-    row: int = 0  # its number in the file
+    row: int = 0  # the row's number in the file
 
     @property
     def where(self) -> str:
@@ -81,7 +81,7 @@ class Sample:
     logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 where not sampled
     stopped: bool  # ended by EOS or a stop string, not by the length limit
     text: str  # the response, decoded
-    version: int  # version of the weights that sampled its last segment
+    version: int  # version of the weights that sampled the last segment
     reward: float = 0.0  # from the grader
     reason: str = ""  # why the grader gave this reward: one of reward.REASONS
     answer: str | None = None  # the answer that was extracted from the response
@@ -89,18 +89,18 @@ class Sample:
     weight: float = 1.0  # weight of the reward in training
     parts: dict[str, float] = field(default_factory=dict)  # other terms of --reward, weighted, by name
     failed: tuple[str, ...] = ()  # graders whose function raised
-    in_loss: bool = True  # whether its sampled tokens enter the loss
+    in_loss: bool = True  # whether the sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
     versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
-    turns: int = 1  # turns of the policy: 1 more than texts of the environment
+    turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
     turn_start: int = 0  # index in `ids` where the last turn starts
-    env_reward: float | None = None  # from the environment, in place of the grader's; None: it gave none
-    advantage: float = 0.0  # GRPO: from the group's scores. PPO computes one per token later
-    prompt_share: float = 0.0  # weight of its tokens in the loss, with --aggregation prompt
+    env_reward: float | None = None  # the environment's reward, which replaces the grader's; None: no reward
+    advantage: float = 0.0  # GRPO: from the group's scores. PPO computes an advantage per token later
+    prompt_share: float = 0.0  # weight of a token of this sample in the loss, with --aggregation prompt
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response together."""
         return len(self.prompt) + len(self.ids)
 
     @property
@@ -126,7 +126,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """N segments (prompt + response) end to end, T tokens in all. No tensor is written to after it was made.
+    """N segments (prompt + response) end to end, T tokens in all. The tensors are never changed in place.
 
         tokens       p q r a b | p q r c d e       prompt p q r with the responses a b and c d e
         positions    0 1 2 3 4 | 0 1 2 3 4 5
@@ -139,8 +139,8 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices of the tokens in `mask`; made on the host, where L is known
-    fresh_tokens: Tensor  # (F,) the ones that the step's own weights sampled: all, without --carry
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host, so a GPU need not tell L
+    fresh_tokens: Tensor  # (F,) indices where `mask` is true and the step's own weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
@@ -167,12 +167,13 @@ class Pack:
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print,
                   longest: int = 0) -> list[Problem]:
-    """All problems of the files, in the order of the files. Drops repeated rows, prompts over
-    --max_prompt_len, and prompts that leave no room for a response; `say` gets one line with their numbers.
+    """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
+    --max_prompt_len, and prompts that leave no room for a response. Calls `say` with one line that has the
+    numbers of problems and of dropped rows.
 
     cfg.data_weights apply if `paths` is cfg.data. `longest`: limit of prompt and response together, in
-    tokens; default: cfg.model_len. Raises UserError with file and row for a row that can't be read, and where
-    no problem is left."""
+    tokens; 0: cfg.model_len. Raises UserError with file and row if a row can't be read, and if no problem is
+    left."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -207,12 +208,14 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """A function from a conversation, whose last turn is the problem, to its prompt's tokens.
+    """Returns a function: conversation -> tokens of its prompt. The last turn of a conversation is the
+    problem.
 
-    The chat template shows all turns; `system_prompt` comes first where a conversation has no system turn.
-    The other templates show the problem alone. The tokenizer adds its BOS where it has one. Raises UserError
-    for a template that doesn't exist or has no {problem}. The function raises UserError for a conversation
-    that the template can't show, and for a prompt that ends in the end token."""
+    The chat template shows all turns. If a conversation has no system turn, `system_prompt` is put first. The
+    other templates show only the problem. The tokenizer adds its BOS token if it has one.
+
+    Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
+    if the template can't show the conversation, and if the prompt ends in the EOS token."""
     if template == "chat":
         require(bool(tokenizer.chat_template), "this tokenizer has no chat template",
                 "--template orz or plain")
@@ -233,8 +236,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """The text of a template, with {problem} in it; "" for the tokenizer's chat template. Raises UserError
-    for a template that doesn't exist or has no {problem}."""
+    """Returns the text of a template, which contains {problem}. Returns "" for the tokenizer's chat template.
+    Raises UserError if the template doesn't exist or has no {problem}."""
     if template == "chat":
         return ""
     if template in TEMPLATES:
@@ -250,7 +253,7 @@ def prompt_form(template: str) -> str:
 
 
 def _fill_form(form, turns, template):
-    """The prompt's text. Raises UserError where a turn comes before the problem."""
+    """Returns the text of the prompt. Raises UserError if a turn comes before the problem."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -258,7 +261,7 @@ def _fill_form(form, turns, template):
 
 
 def _fill_chat_template(tokenizer, turns, system_prompt):
-    """The prompt's text. Raises UserError where the chat template fails or leaves a turn out."""
+    """Returns the text of the prompt. Raises UserError if the chat template fails or leaves a turn out."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -270,7 +273,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
                         "another --template") from None
     shown = "".join(text.split())  # templates strip spaces
     for role, content in turns:
-        # Templates cut the assistant's thoughts, so its turns are not looked for.
+        # Templates may cut the thoughts out of assistant turns, so assistant turns are not checked.
         require(role == "assistant" or "".join(content.split()) in shown,
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
@@ -278,11 +281,12 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """A Jinja chat template with which an exported tokenizer writes the prompts of training; "" where the
-    tokens would differ. `form`: see prompt_form.
+    """Returns a Jinja chat template for an exported tokenizer. With it, the tokenizer gives the same prompts
+    as in training. Returns "" if the tokens would differ. `form`: the result of prompt_form.
 
-    If `form` is "", it is the tokenizer's own template, with the system prompt where a conversation has none.
-    Otherwise the template shows one user turn, and raises for any other conversation."""
+    If `form` is "", the result is the tokenizer's own template. It then adds the system prompt to a
+    conversation without a system turn. Otherwise the template shows one user turn, and raises for any other
+    conversation."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -300,13 +304,13 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 
 def _as_jinja(value):
-    """The value as a Jinja literal, which reads the escapes of JSON."""
+    """Returns the value as a Jinja literal. Jinja reads the escapes of JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Hash of the problems' tokens, answers, kinds, weights and data sets, in order. A checkpoint stores it:
-    see ckpt.resume."""
+    """Returns a hash of the problems: tokens, answers, kinds, weights and data sets, in order. A checkpoint
+    stores this hash (see ckpt.resume)."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
@@ -317,13 +321,14 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """The prompts that begin in the step, a pure function of (seed, step). The order is reshuffled each
-    epoch."""
+    """Returns the prompts that begin in the step. The result is a pure function of (seed, step). Each epoch
+    has a new random order."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
 
 def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Config) -> dict[int, Problem]:
-    """The run's prompts by number: the k-th prompt since the run's start has number k."""
+    """Returns number -> problem. The prompts of a run are numbered from 0, in the order in which they
+    begin."""
     groups = _groups(problems)
     n = _total(groups)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
@@ -331,20 +336,20 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Numbers of the prompts that begin in the step: --prompts_per_step of them, and in the first step the
-    extra prompts of --carry too."""
+    """Returns the numbers of the prompts that begin in the step. In each step --prompts_per_step prompts
+    begin. In the first step, the extra prompts of --carry begin too."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
 
 def step_of(number: int, cfg: Config) -> int:
-    """The step in which the prompt of that number begins."""
+    """Returns the step in which the prompt with this number begins."""
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Replacement prompts for uniform groups: one per prompt of the step, a pure function of (seed, step,
-    round). A problem's probability is its share of the step's epoch."""
+    """Returns replacement prompts for uniform groups, one for each prompt of the step. The result is a pure
+    function of (seed, step, round). Prompts are drawn from the step's epoch, so --data_weights apply."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -352,7 +357,7 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
-    """Prompts in an epoch: each file's problems times its weight."""
+    """Returns the number of prompts in an epoch: the sum over files of (number of problems) x (weight)."""
     return _total(_groups(problems))
 
 
@@ -365,9 +370,9 @@ def _draws(weight, n):
 
 
 def _groups(problems):
-    """(weight, indices) of each group of problems. A file is a group, and an epoch draws weight × problems
-    from it. Files with the same whole weight are one group, because an epoch has all their problems equally
-    often."""
+    """Returns (weight, indices) of each group of problems. A file is a group. An epoch draws
+    weight × (number of problems) prompts from a group. Files with the same integer weight are one group,
+    because an epoch has all problems of these files equally often."""
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
@@ -377,8 +382,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Indices of an epoch's problems, in order and shuffled. Each problem comes floor(weight) times. A random
-    part of each group comes once more."""
+    """Returns the indices of an epoch's problems: 1. in order, 2. shuffled. Each problem comes floor(weight)
+    times. A random part of each group, the fraction of the weight, comes once more."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for weight, indices in groups:
         whole, rest = divmod(_draws(weight, len(indices)), len(indices))
@@ -391,8 +396,8 @@ def _epoch(groups, seed, epoch):
 
 
 def extended(before: Sample, segment: Sample) -> Sample:
-    """The trajectory `before` with its next segment, whose prompt was all of `before`. The text stays the
-    text of `before`."""
+    """Returns the trajectory `before` with `segment` appended. The prompt of `segment` was all of `before`.
+    The text is not changed."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -402,8 +407,8 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """The trajectory with a text of the environment, after which its next turn starts. `ids`: the text's
-    tokens."""
+    """Returns the trajectory with the environment's `text` appended. The policy's next turn starts after this
+    text. `ids`: tokens of `text`."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
     return replace(extended(s, reply), text=s.text + text, turns=s.turns + 1,
@@ -414,18 +419,18 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
 
 
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """One list per prompt, of samples that are ordered by (prompt_id, sample_id)."""
+    """Returns one list of samples for each prompt. `samples` must be ordered by (prompt_id, sample_id)."""
     return [list(group) for _, group in itertools.groupby(samples, lambda s: s.prompt_id)]
 
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> list[list[list[list[int]]]]:
-    """Which sample goes where: minibatches[m][rank][pack] is a list of sample indices. Sample i has
-    `lengths[i]` tokens, costs `work[i]` (any unit), and its prompt_id is `prompts[i]`. Samples are ordered by
-    (prompt_id, sample_id).
+    """Assign samples to minibatches, ranks and packs. Returns minibatches[m][rank][pack], a list of sample
+    indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
+    Samples must be ordered by (prompt_id, sample_id).
 
-    Minibatches are the same for any number of ranks, and packs do not change the maths. So ranks and packing
-    change no result."""
+    Minibatches are the same for any number of ranks, and packs do not change the maths. So neither the number
+    of ranks nor the packing changes a result."""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -433,11 +438,13 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
-    """A minibatch's packs for each rank. `samples`: its ascending indices into `lengths`, `work`, `prompts`.
+    """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
+    ascending.
 
-    Each rank gets equally many packs, because FSDP's collectives need it. The k-th packs of all ranks cost
-    about the same, because the ranks wait for each other. A prefix that samples share is computed once per
-    pack, so samples of one prompt stay together, up to an eighth of a pack and of a rank's tokens."""
+    Each rank gets the same number of packs, because FSDP's collectives need that. The k-th packs of all ranks
+    have about the same cost, because the ranks wait for each other. A shared prefix is computed once per
+    pack. So samples of one prompt stay together, in units of at most 1/8 of a pack and 1/8 of a rank's
+    tokens."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -445,14 +452,14 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    bins.sort(key=lambda b: -cost[b].sum())  # the costliest first; dealt in turn, k-th packs cost alike
+    bins.sort(key=lambda b: -cost[b].sum())  # costliest first; then the k-th packs of all ranks cost alike
     indices = [[i for unit in b for i in units[unit]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Cut ascending sample indices into lists. A list holds samples of one prompt with at most `limit` tokens
-    together, or a single sample."""
+    """Cut ascending sample indices into lists. A list has samples of one prompt, with at most `limit` tokens
+    together. A longer sample is a list of its own."""
     lists = []
     room = 0
     for i in indices:
@@ -467,9 +474,9 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Indices of `lengths` in `bins` lists of nearly equal cost, each with at most `cap` tokens; None where
-    that fails. Greedy: the costliest index goes first, into the cheapest list that has room (LPT). Default
-    `cost`: the lengths."""
+    """Partition items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and costs cost[i]
+    (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if some
+    item fits in no list. Greedy (LPT): the costliest item goes first, into the cheapest list with room."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -483,14 +490,15 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# A pack without samples: one token that no loss sees, so that every rank runs equally many passes.
+# The only sample of a filler pack: one token outside the loss. A rank without samples runs fillers, so that
+# every rank runs the same number of passes.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Lay samples end to end (see Pack); without samples, a filler. `step`: the version of the weights whose
-    tokens are fresh; None: all are."""
+    """Returns a pack: the samples end to end (see Pack). Without samples, returns a filler pack. `step`:
+    tokens that the weights of this version sampled are fresh; None: all tokens are fresh."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -499,7 +507,8 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
     def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        """(T,) from one array per sample with the values of its response's tokens; 0 at prompts."""
+        """Returns (T,) values, 0 at prompt tokens. values[i]: one value for each response token of sample
+        i."""
         flat = np.concatenate(values)
         out = np.zeros(ends[-1], flat.dtype)
         out[in_response] = flat
@@ -532,11 +541,11 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (U,) of the tokens that a model has to compute, and for each token (T,) its position among
-    them.
+    """Returns 1. `unique` (U,): indices of the tokens that the model computes, 2. `inverse` (T,): for each
+    token, its position in `unique`.
 
-    Attention is causal, so tokens that follow equal prefixes have equal hidden states. One of them is
-    computed:
+    Attention is causal, so a token's hidden state depends only on its prefix. Tokens with equal prefixes are
+    computed once:
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)
@@ -546,11 +555,11 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     Sorting puts the segments with the longest common prefixes next to each other.
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
-    computed = np.arange(starts[-1])  # for each token, the index of the computed one with the same prefix
+    computed = np.arange(starts[-1])  # for each token: index of the computed token with the same prefix
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))
         computed[starts[j]:starts[j] + common] = computed[starts[i]:starts[i] + common]
     is_unique = computed == np.arange(starts[-1])
-    position = is_unique.cumsum() - 1  # of each unique token among the unique ones
+    position = is_unique.cumsum() - 1  # position of each unique token in `unique`
     return is_unique.nonzero()[0], position[computed]

@@ -1,19 +1,20 @@
 """The contract of an engine, and what all engines share.
 
-An engine samples responses with the policy's weights. It holds them only inside `awake`:
+An engine samples responses with the policy's weights. The engine holds weights only inside `awake`:
 
     with engine.awake(full_weights(policy), version=step):
         for sample in engine.generate(requests, limits, temperature, key, version=step):
             ...  # requests: (prompt_id, sample_id) -> tokens
 
-A new engine is a subclass with two methods, `load(weights)` and `generate(…)`, and its name in
-rollout.ENGINES. `unload()` is for engines that give memory back. The base class does the rest: it counts
-the weights, allows one `awake` at a time, refuses stale weights, and records memory. Stale weights are the
-costliest silent fault of such systems. So weights come only through `awake`, each exactly once, and
-`generate` runs on no version but the one it is asked for.
+To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
+rollout.ENGINES. An engine that can give memory back also has `unload()`. The base class does the rest: it
+checks that every weight came once, allows one `awake` at a time, refuses stale weights, and records memory.
 
-Randomness is counted: a sample is a function of (key, prompt_id, sample_id), and not of what was drawn
-before."""
+Stale weights (of an earlier step) are the costliest silent fault of such systems. So an engine gets weights
+only through `awake`. `generate` raises if the engine's version is not the requested version.
+
+Randomness is counter-based: a sample is a function of (key, prompt_id, sample_id). Samples that were drawn
+before do not change it."""
 
 from __future__ import annotations
 
@@ -44,20 +45,21 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory at one moment. torch's own counts are not used: they contain a sleeping engine's tensors,
-    although no memory backs those."""
+    """Memory use at one moment. torch's own counts are not used. They include the tensors of a sleeping
+    engine, which use no memory."""
 
-    held: float  # GiB of the device, by all processes; on a CPU: of the host, by this process
-    seconds: float  # since the reading before
+    held: float  # GiB used by all processes on the GPU; on a CPU: GiB of host memory used by this process
+    seconds: float  # since the previous reading
 
 
 class MemoryLedger:
-    """Memory at each stage of an engine's last `awake`, and its residual: what the sleeping engine keeps, in
-    GiB. Make it before the engine: the first reading is the memory without the engine."""
+    """Records memory at each stage of an engine's last `awake`, in GiB. Also records the residual: the memory
+    that the engine keeps while it sleeps. Make the ledger before the engine, because the first reading must
+    be the memory without the engine."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.readings, self.time = torch.device(device), {}, time.perf_counter()
-        self.bytes = 0  # of the last weights
+        self.bytes = 0  # size of the last weights
         self.mark("before")
         self.residual, self.least_residual = 0.0, float("inf")
 
@@ -76,14 +78,14 @@ class MemoryLedger:
         self.readings[stage] = MemoryReading(held / 2**30, self.time - before)
 
     def begin(self) -> None:
-        """Start the readings of an `awake`: give torch's cached memory back, then record what the trainer
-        holds."""
+        """Start the readings of an `awake`. Give torch's cached memory back, then record the trainer's
+        memory."""
         free_cache(self.device)
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """End the readings, after the engine fell asleep. Adds to the residual: memory held now minus memory
+        """End the readings, after the engine fell asleep. Add to the residual: memory held now minus memory
         held at the first reading."""
         before = next(iter(self.readings.values()))
         free_cache(self.device)
@@ -91,20 +93,20 @@ class MemoryLedger:
         self.residual += self.readings["asleep"].held - before.held
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last `awake`, in GiB and seconds."""
+        """Returns the metrics of the last `awake`, in GiB and seconds."""
         seconds = {stage: r.seconds for stage, r in self.readings.items()}
         return {f"mem/{stage}_gb": self.readings[stage].held for stage in ("trainer", "awake", "asleep")} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
 
     def table(self) -> str:
-        """The last `awake` as text, one line a stage."""
+        """Returns the readings of the last `awake` as text, one line a stage."""
         lines = [f"  {stage:10} {r.held:9.3f} {r.seconds:10.3f}" for stage, r in self.readings.items()]
         return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
 
     def pending_warning(self, residual: float) -> str:
-        """A warning when `residual` (mem/residual_gb) is 1 GiB above its lowest value since the last warning,
-        else ""."""
+        """Returns a warning if `residual` (mem/residual_gb) is at least 1 GiB above its lowest value since
+        the last warning, else ""."""
         growth = residual - self.least_residual
         self.least_residual = min(self.least_residual, residual) if growth < 1 else residual
         return "" if growth < 1 else (
@@ -123,9 +125,9 @@ def free_cache(device: torch.device) -> None:
 
 
 class Engine(abc.ABC):
-    """Base class of the engines; see the top of this file. An engine is made by all ranks together."""
+    """Base class of the engines; see the top of this file. All ranks must construct the engine together."""
 
-    needs_selfcheck = False  # guard.selfcheck compares it with the trainer before the first step
+    needs_selfcheck = False  # True: guard.selfcheck compares its log-probs with the trainer's before step 0
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
@@ -135,27 +137,30 @@ class Engine(abc.ABC):
             self.policy = Policy(self.config)  # names and shapes, without memory
         self.names = [name for name, _ in self.policy.named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
-        self.version = None  # of the weights it holds; None while asleep
-        self.busy = False  # inside `awake`
+        self.version = None  # version of the engine's weights; None while asleep
+        self.busy = False  # True inside `awake`
         self.ledger = MemoryLedger(device)
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.engines = self.ranks // cfg.tp
-        self.group = dist.neighbours(cfg.tp)  # the ranks that are this engine
+        self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
     # What a new engine writes:
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
-        """Take all weights (name, whole tensor), and call self.ledger.mark("sync") when they are in place. A
-        tensor is valid only until the next one is asked for."""
+        """Load all weights (name, whole tensor). Then call self.ledger.mark("sync"). A tensor is valid only
+        until the next tensor is requested."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
                  key: tuple[int, ...], version: int) -> Iterator[Sample]:
-        """One response to each request ((prompt_id, sample_id) -> tokens), of at most limits[k] tokens; the
-        first to end comes first. Temperature 0 is greedy. `key` seeds the randomness. Call
-        self.check(version) first; it raises RuntimeError on stale weights. Make samples with self.sample.
-        With --tp the ranks of one engine call it together, each with requests of its own."""
+        """Yields one response to each request k, in the order in which responses end. requests[k]: prompt
+        tokens; limits[k]: largest number of response tokens; k: (prompt_id, sample_id). Temperature 0 is
+        greedy. `key` seeds the randomness.
+
+        An engine must call self.check(version) first; it raises RuntimeError on stale weights. Construct
+        samples with self.sample. With --tp, all ranks of one engine call `generate` together, each with its
+        own requests."""
 
     def unload(self) -> None:  # noqa: B027  an engine may have nothing to give back
         """Give memory back at the end of `awake`."""
@@ -197,7 +202,7 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """The objects of all ranks of this engine."""
+        """Returns a list of the objects x of all ranks of this engine."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -208,8 +213,8 @@ class Engine(abc.ABC):
                 "generate inside `with engine.awake(full_weights(policy), version=step)`")
 
     def counted_weights(self, weights: Weights) -> Weights:
-        """The weights, counted. Raises RuntimeError for a name that is repeated or not the model's, and at
-        the end for missing names."""
+        """Yields the weights, and counts them. Raises RuntimeError for a name that comes twice, for a name
+        that the model does not have, and at the end for missing names."""
         missing, self.ledger.bytes = dict.fromkeys(self.names), 0
         for name, tensor in weights:
             if name not in missing:
@@ -224,8 +229,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """An exception inside becomes a RuntimeError that says what the engine failed to do, with the memory
-        ledger."""
+        """Context manager: turns an exception into a RuntimeError. Its message says what the engine failed to
+        do, and has the table of memory readings."""
         try:
             yield
         except Exception as e:
@@ -240,18 +245,19 @@ class Engine(abc.ABC):
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
-        """The Sample of one finished response."""
+        """Returns the Sample of one finished response."""
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
-        """A response's text, without an EOS token at the end."""
+        """Returns the text of a response. An EOS token at the end is left out."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Every token that ends a response: the tokenizer's, the model config's and the generation config's. Base
-    and chat models name different ones, and a missed one would count as a truncation."""
+    """Returns the ids of all EOS tokens: those in the tokenizer, the model config and the generation config.
+    Base and chat models have different EOS tokens. If one were missing here, responses that end with it would
+    count as truncated."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     if (Path(path) / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -262,9 +268,11 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Number of tokens of `after` up to the first end of a stop string there; 0: none ends there. The string
-    may begin in `before`, the tokens in front of `after`. Of `after` only a stop string's length is read."""
-    # A token has a byte at least. Before the string may be pieces of a character of up to four bytes.
+    """Find the first stop string that ends in the tokens `after`. Returns the number of tokens of `after` up
+    to its end, or 0 if there is none. The stop string may begin in `before`, the tokens in front of `after`.
+    Only the first tokens of `after`, as many as the longest stop string may have, are searched."""
+    # A token has at least one byte. 8 more tokens, because the window may cut a character of up to four
+    # bytes.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 

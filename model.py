@@ -89,10 +89,11 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """The rows `index` (S,) of x (U, …). The gradient of a row is the sum of its copies' gradients, in fp32
-    and in the order of `index`. On CUDA index_select's backward pass adds them in x's dtype, in any order.
+    """Returns the rows `index` (S,) of x (U, …). A row may be copied several times. The gradient of a row is
+    the sum of the gradients of its copies. They are added in fp32 and in the order of `index`. On CUDA, the
+    backward pass of index_select would add them in the dtype of x and in any order.
 
-    order and offsets: RowIndex.groups."""
+    order and offsets: see RowIndex.groups."""
 
     @staticmethod
     def forward(ctx, x, index, order, offsets):
@@ -115,14 +116,14 @@ class RowIndex:
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
-        """order (S,) and offsets (count + 1,): order[offsets[u]:offsets[u + 1]] are the positions in `index`
-        of the row u."""
+        """Returns order (S,) and offsets (count + 1,). order[offsets[u]:offsets[u + 1]] are the positions of
+        row u in `index`."""
         order = self.index.argsort(stable=True)
         rows = torch.arange(self.count + 1, device=order.device)
         return order, torch.searchsorted(self.index[order], rows)
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows of x (count, …): (S, …)."""
+        """Returns the rows `index` of x (count, …) as (S, …)."""
         if x.device.type == "cpu" and x.dtype != torch.bfloat16:  # there index_select is exact, and faster
             return x.index_select(0, self.index)
         return TakeRows.apply(x, self.index, *self.groups)
@@ -132,12 +133,14 @@ class RowIndex:
 
 
 class Segments:
-    """How attention lays out the segments of a pack. Made once per forward pass.
+    """The layout of a pack's segments for attention. Made once per forward pass.
 
-    The model computes a prefix that segments share once. Attention needs it in front of each of these
-    segments. So it copies the U computed tokens to S slots, and reads the output of each token from one slot.
-    On CUDA the slots are the pack's T tokens, one segment after the other. On a CPU, and in fp32, the slots
-    form blocks with one segment a row; a dot is padding:
+    A prefix that several segments share is computed once, but attention needs the prefix in front of each of
+    these segments. So attention copies the U computed tokens to S slots. It has an output in every slot; a
+    computed token's output is read from one of the token's slots.
+
+    With the flash kernel (CUDA, bf16) the slots are the pack's T tokens, one segment after the other. On a
+    CPU, and in fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -146,7 +149,7 @@ class Segments:
                                  p q b c          block of 2 x 4
                                  p q r s t u      block of 1 x 6        S = 14
 
-    Segments of similar lengths share a block. No token attends to padding, so its gradient is 0.
+    Segments of similar lengths share a block. No token attends to padding, so padding gets no gradient.
     """
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
@@ -154,15 +157,16 @@ class Segments:
         """cu_seqlens (N+1,), longest, unique (U,) and inverse (T,) as in Pack; without `unique` U = T."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block
-        # The computed token in each slot, and the slot (U,) of each token's output. None: slot t is token t.
+        # slots: the computed token in each slot. outputs (U,): the slot from which the output of each
+        # computed token is read. None: slot t has computed token t.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Change the slots to blocks of rows. Their sizes depend on the lengths, so they are made on the
-        host."""
+        """Change the slots to blocks of rows. The sizes of the blocks depend on the segments' lengths, so the
+        blocks are made on the host."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments between two powers of 2 share a block, so padding at most doubles a row.
@@ -194,9 +198,9 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
     """Causal attention within segments: query (1, H, U, d), key and value (1, Hkv, U, d) -> (1, U, H, d).
 
-    With `sliding_window` a token attends to that number of tokens, itself included. Keys and values are
-    stored in `cache` (engines.torch_engine.Cache), if there is one. Without `segments` this is a decoding
-    step: query (R, H, 1, d) attends to the cache's R rows."""
+    With `sliding_window`, a token attends to this number of tokens, itself included. If there is a `cache`
+    (engines.torch_engine.Cache), keys and values are stored there. Without `segments`, this is a decoding
+    step: query (R, H, 1, d) attends to the R rows of the cache, one new token a row."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -214,18 +218,19 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 
 def _varlen_options():
-    """The names of varlen_attn's parameters, which differ between torch 2.11 and 2.13."""
+    """Returns the parameters of varlen_attn. They differ between torch 2.11 and 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     return inspect.signature(varlen_attn).parameters
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    """(T, H, d) by torch's flash kernel. check_settings refuses a window where the kernel has none."""
+    """Returns (T, H, d), computed by torch's flash kernel. Some versions of the kernel have no sliding
+    window; check_settings then refuses a model with a window."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
-    if "window_size" in known:  # how many tokens before and after its own a token attends to; -1: all
+    if "window_size" in known:  # numbers of tokens before and after itself that a token attends to; -1: all
         options["window_size"] = (window - 1 if window else -1, 0)
     else:
         options["is_causal"] = True
@@ -236,15 +241,15 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """(S, H, d) by scaled_dot_product_attention, one call a block of rows."""
+    """Returns (S, H, d), computed by scaled_dot_product_attention with one call for each block."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        if q.is_cuda:  # fp32 with fewer heads of keys would take torch's kernel that keeps all scores
+        if q.is_cuda:  # in fp32, grouped heads would use torch's slow kernel that stores all scores
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
-        if window and window < columns:  # True where the row's token attends to the column's
+        if window and window < columns:  # mask[i, j]: token i attends to token j
             mask = torch.ones(columns, columns, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
                                              enable_gqa=True)
@@ -413,8 +418,8 @@ class PackModel(nn.Module):
 
 
 def keep_products() -> tuple[Any, Any]:
-    """The contexts in which `checkpoint` keeps the results of products and of attention. They take nearly all
-    of a layer's FLOP, and half of its memory."""
+    """Returns the contexts with which `checkpoint` keeps the results of matrix products and of attention.
+    These results take nearly all of a layer's FLOP and half of a layer's memory."""
     import torch.nn.attention.varlen  # noqa: F401  registers its operator
 
     aten = torch.ops.aten
@@ -430,7 +435,8 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config, changed in place: every dropout is 0, because a ratio compares log-probs of two passes."""
+    """Set every dropout of the config to 0, in place, and return the config. The ratio compares log-probs of
+    two forward passes, so dropout must not change them."""
     for name, value in vars(config).items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -473,12 +479,13 @@ class Critic(PackModel):
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p(tokens[t]) and the entropy there, (T,) fp32 in nats; 0 where pack.mask is false."""
+    """Returns log p(tokens[t]) and the entropy of the distribution of tokens[t], (T,) each, in fp32 and in
+    nats. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
 def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """The critic's value before token t, (T,) fp32; 0 where pack.mask is false."""
+    """Returns the critic's value before token t, (T,) fp32. It is 0 where pack.mask is false."""
     return critic(pack)
 
 
@@ -519,8 +526,8 @@ def _download(name):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The folder's model config. Raises UserError where the folder has no model, or one that would be
-    computed wrong."""
+    """Returns the folder's model config. Raises UserError if the folder has no model, or if torz would
+    compute the model wrong."""
     folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
@@ -534,8 +541,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Hash that tells two model folders apart in milliseconds. It covers the files' names and sizes, and 64
-    blocks of 4 KiB at equal distances in each file. A small file is read whole."""
+    """Returns a hash of a model folder, within milliseconds. The hash covers the names and sizes of the
+    files, and in each file 64 blocks of 4 KiB at equal distances. A small file is read whole."""
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -564,7 +571,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
-    """The folder's causal language model in fp32. Raises UserError as load_config does.
+    """Returns the folder's causal language model in fp32. Raises UserError as load_config does.
 
     `shard_fn` (dist.shard) is applied while parameters are on the meta device, so each rank allocates and
     reads only its own shards."""
@@ -573,8 +580,8 @@ def load_policy(path: str, device: Device = "cpu",
 
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
-    """A critic with the folder's backbone, and with its head if it has one. Raises UserError as load_config
-    does.
+    """Returns a critic with the folder's backbone. If the folder has a critic's head, it is loaded too.
+    Raises UserError as load_config does.
 
     A new head is drawn by `seed` from a normal distribution with standard deviation 1/(D+1), as in
     Open-Reasoner-Zero's code. States after the final norm have length √D, so the first values have a standard
@@ -586,19 +593,19 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors of a folder that the model may lack: the head of the other kind of model, a tied head, and buffers
-# in old files.
+# Tensors that a folder may have and the model may not use: the head of a Policy or of a Critic, a tied head,
+# and buffers in old files.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
-    """A Policy or Critic with the folder's weights. Raises UserError where its files lack a tensor or have
-    one too many."""
+    """Returns a Policy or Critic with the folder's weights. Raises UserError if the folder's files lack a
+    tensor or have a tensor that the model does not have."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # Parameters, not the state dict: there a tied head comes once, as the embedding.
+    # named_parameters lists a tied head once, as the embedding. The state dict lists it twice.
     in_files, state = files_keys(path), dict(model.named_parameters())
     if "score.weight" not in in_files:  # a new critic
         state.pop("score.weight", None)
@@ -613,13 +620,13 @@ def _load(kind, path, device, shard_fn):
 
 
 def files_keys(path: str) -> set[str]:
-    """Names of the tensors in the folder's safetensors files."""
+    """Returns the names of the tensors in the folder's safetensors files."""
     return {name for name, _ in _tensors(path)}
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
-    """(name, whole tensor) of the folder's parameters, one at a time. An engine's `awake` takes them where
-    nothing is trained. Raises UserError as load_config does."""
+    """Yields (name, whole tensor) of the folder's parameters. For Engine.awake, if nothing is trained. Raises
+    UserError as load_config does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for name, read in _tensors(path):
@@ -628,7 +635,7 @@ def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
 
 
 def _tensors(path):
-    """Name and reader of each tensor in the folder's safetensors files."""
+    """Yields (name, function that reads the tensor) for each tensor in the folder's safetensors files."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118  safe_open is no dict
