@@ -329,8 +329,9 @@ class Config:
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """This config with its length in steps, whichever of the three was given, for `prompts` prompts an
-        epoch. Raises UserError where none or several are given."""
+        """Returns this config with its length in `steps`. The length may be given as steps, epochs or
+        total_episodes. `prompts`: prompts in an epoch. Raises UserError unless exactly one of the three is
+        given."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -339,8 +340,9 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Learning rate of the `update`-th (from 0) optimizer step of `step`. It depends on the counts alone,
-        so a resumed run needs no scheduler state. ORZ-32B's annealing is lr_decay="linear", lr_end=3e-7."""
+        """Returns the learning rate of optimizer step `update` (from 0) within `step`. It depends only on
+        these counts, so a resumed run needs no scheduler state. ORZ-32B anneals with lr_decay="linear",
+        lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -357,7 +359,8 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of the policy per step. With one, the ratio is 1 and no clip has an effect."""
+        """Number of the policy's optimizer steps per step. With one, the ratio is 1 and clipping does
+        nothing."""
         return self.policy_updates * self.passes_per_step
 
 
@@ -472,8 +475,8 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """`field: old -> new` for each field that makes config `new` (dataclasses.asdict) another algorithm than
-    `old` (the same, read from JSON)."""
+    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `new`: the result
+    of dataclasses.asdict. `old`: an earlier result, read from JSON."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
@@ -494,8 +497,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """The fields that a command line sets, in its order, each with its flag's first word: `--no_go`,
-    `--steps 3` and `--pack-len=9` give go, steps and pack_len."""
+    """Returns field -> first word of the value, for each flag of a command line, in order. `--no_go`,
+    `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -505,8 +508,8 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def layout_of(given: Mapping[str, str]) -> str:
-    """The layout that the flags or else the environment name. DEBUG_MODE=True, which Open-Reasoner-Zero's
-    users set, means debug."""
+    """Returns the layout's name: from --layout, or else from the environment. DEBUG_MODE=True means debug, as
+    in Open-Reasoner-Zero."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment says DEBUG_MODE={debug}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -564,10 +567,10 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
 
 
 def check_paths(cfg: Config) -> None:
-    """Refuse a run whose model or data is not there, before anything slow is imported. Raises UserError.
+    """Raises UserError if the model or a data file does not exist, before slow imports.
 
-    Names that may be the hub's are left to model.resolve and grading.rows.local_file. Where ranks run on
-    several machines, all is left to them: they tell which machine lacks it."""
+    Does not check a name that may be on the Hub; model.resolve and grading.rows.local_file check it later. On
+    several machines nothing is checked here: the later checks say on which machine a file is missing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
@@ -581,9 +584,10 @@ def check_paths(cfg: Config) -> None:
 def set_allocator() -> None:
     """Set torch's allocator, unless the user has set it. To be called before torch is imported.
 
-    Its segments on a GPU grow, so 1 to 3 GiB less are lost in holes; tools/plan.py counts on it. On the host
-    it pins the bytes that are needed, and not the next power of 2. Such blocks must not be cached: torch 2.13
-    takes a cached block without a look at its size (mended by PyTorch's pull request 192722)."""
+    On a GPU, expandable segments reduce fragmentation by 1 to 3 GiB. tools/plan.py assumes them. On the host,
+    the allocator pins the bytes that are needed instead of the next power of 2. Such pinned blocks must not
+    be cached: torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull request
+    192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
@@ -604,7 +608,8 @@ def model_folder(path: str) -> Path:
 
 
 def neighbour(path: str) -> str:
-    """What `nearest` says of the names beside a path that does not exist."""
+    """Returns the hint of `nearest` for a path that does not exist: a similar name in the same folder, or
+    ""."""
     parent = Path(path).parent
     return nearest(path, [str(p) for p in parent.iterdir()]) if parent.is_dir() else ""
 
@@ -647,7 +652,8 @@ EFFECTS = (
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or as it was before. Raises OSError."""
+    """Replace a file's text atomically: after a crash the file has the old text or the new text. Raises
+    OSError."""
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)

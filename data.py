@@ -139,7 +139,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host, so a GPU need not tell L
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host, which knows L without a wait
     fresh_tokens: Tensor  # (F,) indices where `mask` is true and the step's own weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0

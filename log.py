@@ -1,8 +1,7 @@
-"""Everything that a run writes and prints, but its checkpoints: metrics, TensorBoard, trackers, samples,
-progress bars and alarms.
+"""Output of a run, except for checkpoints: metrics, TensorBoard, trackers, samples, progress bars, alarms.
 
-Every rank adds to its own `Meter`. `Meter.reduce` adds up sums and counts over the ranks and then divides, so
-a metric is never a mean of means. Rank 0 has the `Logger`, which writes into the run's folder.
+Every rank adds to its own `Meter`. `Meter.reduce` sums numerators and counts over the ranks, and then
+divides. So a metric is never a mean of means. On rank 0, the `Logger` writes into the run's folder.
 docs/metrics.md tells the meaning of every metric. tools/report.py draws the plots and writes the HTML report.
 """
 
@@ -34,8 +33,8 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects one rank's part of a step's metrics, in float64 tensors on `device`, so that adding never
-    waits for the device. Every rank must add the same names, with zeros where it has nothing."""
+    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so adding never
+    waits for the device. Every rank must add the same names. A rank without a value adds 0."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -54,7 +53,7 @@ class Meter:
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
-        """Keep the largest x of metric `name`, over all calls and ranks."""
+        """Keep the maximum of x for the metric `name`, over all calls and ranks."""
         x = self._double(x)
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
@@ -70,8 +69,8 @@ class Meter:
         self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))  # bincount would wait
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """The metrics over all ranks. `all_sum` and `all_max` reduce a tensor over the ranks; all_max is
-        called only after add_max."""
+        """Returns the metrics over all ranks. `all_sum` and `all_max` reduce a tensor over the ranks. all_max
+        is called only if add_max was called before."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -96,12 +95,12 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
                     turns: bool = False, per_prompt: int = 0) -> None:
-    """Add the metrics of the step's samples: each is the mean of a list below, over all ranks.
+    """Add the metrics of the step's samples. Each metric is the mean, over all ranks, of a list below.
 
-    parts: names of the reward's parts
-    turns: responses may have several turns (--env); response_len then counts the environment's tokens too
-    per_prompt: samples of a prompt. With --carry a prompt may have fewer here; pass@n and uniform_groups then
-        leave it out
+    parts: names of the reward parts turns: whether responses may have several turns (--env); then
+    response_len includes the environment's tokens per_prompt: number of samples of a prompt. With --carry,
+    some prompts may have fewer samples; pass@n and
+        uniform_groups leave these prompts out
     """
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
@@ -117,12 +116,12 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.text) for s in samples],
-        "repetition": [repeat_score(group[0].text) for group in groups],  # one response each: it is slow
+        "repetition": [repeat_score(group[0].text) for group in groups],  # slow: one response a prompt
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # a data set's own grader is a part that only this data set's samples have
+    for part in parts:  # a grader of one data set is a part that other samples do not have
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -135,15 +134,17 @@ REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
 
 
 def reflections(text: str) -> int:
-    """Number of times that a response says one of REFLECTIONS, the words that Open-Reasoner-Zero counts."""
+    """Returns how often words of REFLECTIONS occur in a response. Open-Reasoner-Zero counts the same
+    words."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
 
 
 def repeat_score(text: str) -> float:
-    """How much a text of n characters repeats itself, from 0 to nearly 1, as Open-Reasoner-Zero measures it:
-    2 Σ LCP / n(n+1), where LCP is the length of the longest common prefix of two neighbours in the sorted
-    list of all suffixes. Suffixes are sorted by prefix doubling (Manber and Myers 1990), in O(n log² n)."""
+    """Returns how much a text of n characters repeats itself, from 0 to nearly 1: 2 Σ LCP / n(n+1). All
+    suffixes of the text are sorted. LCP is the length of the longest common prefix of two neighbouring
+    suffixes. This is Open-Reasoner-Zero's measure. Prefix doubling sorts the suffixes in O(n log² n) (Manber
+    and Myers 1990)."""
     if not text:
         return 0.0
     n = len(text)
@@ -154,7 +155,7 @@ def repeat_score(text: str) -> float:
         second_half = np.minimum(np.arange(n) + 2 ** (len(ranks) - 1), n)
         keys = rank * (n + 1) + ranks[-1][second_half]
     order = np.argsort(ranks[-1])[1:]
-    i, j = order[:-1], order[1:]  # pairs of neighbours; below both move to the end of their common prefix
+    i, j = order[:-1], order[1:]  # neighbouring suffixes; the loop moves both past their common prefix
     for k in reversed(range(len(ranks))):
         common = 2**k * (ranks[k][i] == ranks[k][j])
         i, j = i + common, j + common
@@ -169,10 +170,11 @@ STEP_LINE = {  # metric -> its form in the line that is printed after each step
 
 
 class Logger:
-    """Writes everything in the run's folder `out` but the checkpoints. Only the rank with `main` writes.
+    """Writes all files in the run's folder `out`, except for checkpoints. Only the rank with `main` writes.
 
-    `start` is the first step that will be logged. If a killed or an earlier run logged this step or later
-    ones, their rows move to *.old.jsonl, so no step is in a file twice. Raises UserError if it can't write.
+    `start` is the first step that will be logged. If an earlier run already logged step `start` or later
+    steps, the rows of these steps move to *.old.jsonl. So no step is in a file twice. Raises UserError if the
+    folder can't be written to.
 
     Use as `with logger:`, which closes it and tells the trackers whether the run failed.
     """
@@ -215,8 +217,8 @@ class Logger:
             (self.out / "plan.json").write_text(json.dumps(plan, indent=1))
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `text` behind `!!` and add it to alarms.jsonl. Does nothing for an empty text. `step`: by
-        default the next step."""
+        """Print `!! step N: {text}`, and append the text to alarms.jsonl. An empty text does nothing. Default
+        of `step`: the next step."""
         if text and self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -234,7 +236,8 @@ class Logger:
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print a step's metrics. After the last training step they are an evaluation's alone."""
+        """Write and print the metrics of a step. After the last training step, only evaluation has
+        metrics."""
         if not self.main:
             return
         row = {"step": step, **metrics}
@@ -254,8 +257,8 @@ class Logger:
             self.steps.update()
 
     def _write(self, step):
-        """Write the unwritten rows to TensorBoard and metrics.jsonl. If the disk is full, they are kept: it
-        may have room at the next step, or at the end."""
+        """Write the unwritten rows to TensorBoard and metrics.jsonl. If the disk is full, the rows are kept,
+        and the next step or `close` tries again."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
@@ -270,7 +273,7 @@ class Logger:
                 self.unwritten.pop(0)
         except OSError as e:
             self.alarm(f"can't write the metrics ({e.strerror}); they are kept until the next step", step)
-            self.writer = None  # after an error it stays broken
+            self.writer = None  # a writer cannot be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
         """Write rows to OUT/{kind}/step_NNNNNN.jsonl; `kind` is samples or eval. Trackers get the samples
@@ -289,8 +292,7 @@ class Logger:
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        """A progress bar that counts to `total`, below the bar of the steps. Only rank 0's terminal shows
-        it."""
+        """Returns a progress bar that counts to `total`. Only rank 0's terminal shows the bar."""
         return tqdm(total=total, initial=done, desc=name, leave=False, dynamic_ncols=True,
                     disable=None if self.main else True)
 
@@ -309,7 +311,7 @@ class Logger:
 
 
 def _lines(rows):
-    """Rows as lines of JSON. JSON has no NaN and no infinity: they become null."""
+    """Returns the rows as lines of JSON. NaN and infinity become null, because JSON has neither."""
     finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
               for row in rows)
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
@@ -327,7 +329,7 @@ def _set_aside(path, start):
 
 
 def _append(path, row):
-    """Append the row as one line. Raises OSError, and then appends nothing, not even a part of it."""
+    """Append the row as one line. Raises OSError; then the file is unchanged, without a part of the line."""
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -337,7 +339,7 @@ def _append(path, row):
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The run's metrics, one dict a step; null becomes NaN."""
+    """Returns the run's metrics, one dict a step. null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
             for row in read_jsonl(run / "metrics.jsonl")]
 
@@ -393,8 +395,8 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """A run at Weights & Biases. Its variables have their effect, such as WANDB_PROJECT and
-    WANDB_MODE=offline. The ones below are set here, where the user has not set them."""
+    """A run at Weights & Biases. The user can set the environment variables of wandb, such as WANDB_PROJECT
+    and WANDB_MODE=offline. ENVIRONMENT has the defaults that torz uses for some of these variables."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
@@ -404,7 +406,7 @@ class WandbTracker(Tracker):
         "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds of metrics that a killed run may lose
     }
     COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
-    SAMPLES = 512  # of a step, at most
+    SAMPLES = 512  # largest number of samples that are sent a step
 
     def start(self) -> None:
         """Start or continue the run."""

@@ -246,7 +246,7 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        if q.is_cuda:  # in fp32, grouped heads would use torch's slow kernel that stores all scores
+        if q.is_cuda:  # in fp32, torch's kernel for grouped heads stores all scores
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
         if window and window < columns:  # mask[i, j]: token i attends to token j

@@ -29,14 +29,14 @@ class Term:
 
     name: str  # logged as reward/NAME
     weight: float
-    kind: str = ""  # it compares answers: one of KINDS
-    custom: str = ""  # it is a user's function: FILE.py:FUNCTION
-    dataset: str = ""  # it grades the rows of this data set alone
+    kind: str = ""  # how the term compares answers: one of KINDS; "": the term does not compare answers
+    custom: str = ""  # FILE.py:FUNCTION of a user's function; "": none
+    dataset: str = ""  # the only data set that the term grades; "": all data sets
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """The terms of --reward, each `NAME` or `NAME=WEIGHT`. A name is one of KINDS, one of `parts`,
-    FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Graders come first. Raises UserError."""
+    """Returns the terms of --reward, graders first. A term is written `NAME` or `NAME=WEIGHT`. NAME is one of
+    KINDS, one of `parts`, FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Raises UserError."""
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
     names = {t.name for t in terms}
@@ -71,8 +71,9 @@ def _term(spec, parts):
 
 
 def _split_custom(spec):
-    """Data set and FILE.py:FUNCTION. A path that starts with / or . has no data set in front; in others the
-    first @ ends it, because a folder's name may have one too. Raises UserError."""
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set (or "") and FILE.py:FUNCTION. The first @ ends the
+    data set, because a folder's name may have an @ too. A spec that starts with / or . is a path without a
+    data set. Raises UserError."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -82,29 +83,30 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """How --reward compares answers where a row does not say: one of KINDS."""
+    """Returns how answers are compared if a row does not say so: the first of KINDS in --reward, or
+    "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
-    """1 if the response begins with a thought and then an answer in their tags, each tag on a line of its
-    own, else 0 (Open-R1's format reward). As there, lines may follow the answer's last one."""
+    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, else 0. Each tag must
+    be on its own line. Text may follow the last tag. This is Open-R1's format reward."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
     _, _, answer = text[len(start):].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
 
 
 def tag_count(text: str) -> float:
-    """0.25 for each of the four tags of thought and answer that occurs exactly once, with its line breaks
-    (Open-R1's tag count)."""
+    """Returns 0.25 for each of the four tags (think and answer, opening and closing) that occurs exactly
+    once, with its line breaks (Open-R1's tag count)."""
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Share of the text's word n-grams that occurred before in it, from 0 to 1 (Open-R1's repetition penalty,
-    without its sign)."""
+    """Returns the share of word n-grams that repeat an earlier n-gram of the text, from 0 to 1. This is minus
+    Open-R1's repetition penalty."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
@@ -113,7 +115,8 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
 # --- the dry run
 
 def _responses(path):
-    """Rows of a file of responses, with the defaults filled in. Raises UserError with the row's number."""
+    """Yields the rows of a file of responses, with defaults filled in. Raises UserError with the row's
+    number."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
