@@ -49,7 +49,7 @@ from tools import tiny
 
 VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
 STEPS = 30
-HARDEST = "think"  # of the tasks that are learnt in so many steps
+HARDEST = "think"  # hardest task that is learnt in STEPS steps
 TASKS = {  # flags of a task's runs, and the reward that counts as reached
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
@@ -546,8 +546,8 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns one row per task and recipe: its accuracy, and the recipes outside of its 95 % interval. Below:
-    the number of such pairs."""
+    """Returns one row per task and recipe: its accuracy, and the recipes from which it differs significantly
+    (95 % interval). Below: the number of such pairs."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]

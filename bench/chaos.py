@@ -577,7 +577,7 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Returns (fault, phase, visit, its seconds) of each run: every fault and every phase once, then random
+    """Yields (fault, phase, visit, its seconds) of each run: every fault and every phase once, then random
     ones."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):

@@ -160,7 +160,7 @@ def processes_of(leader: int) -> set[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         pid = int(entry.name)
         parents[pid] = int(fields[1])
@@ -181,7 +181,7 @@ def memory_mb(leader: int) -> float:
         folder, kb = Path(f"/proc/{pid}"), {}
         try:
             lines = (folder / "status").read_text() + (folder / "smaps_rollup").read_text()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         for name, _, rest in (line.partition(":") for line in lines.splitlines()):
             if name in ("VmHWM", "VmRSS", "Pss_Anon", "Pss_Shmem"):

@@ -131,8 +131,7 @@ def trained(kind, out, shard_ranks=0):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_resumes_as_if_never_stopped(kind, tmp_path):
-    """A checkpoint restores any optimizer's state, also an empty one. Steps during the write don't alter the
-    file."""
+    """A save restores any optimizer's state, also an empty one. Training during the write does no harm."""
     straight = run_ranks(2, trained, kind, None)
     resumed = run_ranks(2, trained, kind, tmp_path)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -408,7 +407,7 @@ def test_signals_are_handled_only_while_training():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert dist.stop_signal and signal.getsignal(signal.SIGINT) != before[1]
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
-    time.sleep(0.5)  # longer than the grace
+    time.sleep(0.5)  # longer than the grace period
 
 
 # --- nothing of the user's is removed, nothing is written twice

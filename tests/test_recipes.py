@@ -449,16 +449,16 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    short = dataclasses.replace(cfg, max_model_len=40)  # it leaves 38 tokens after a prompt of 2
+    short = dataclasses.replace(cfg, max_model_len=40)  # leaves 38 tokens after a prompt of 2 tokens
     assert rollout.overlong([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
     (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """A prompt's rewards differ only if 3 divides its answer. Resampling replaces uniform prompts by prompts
-    with differing rewards, equally on one rank and two ranks. An alarm counts the uniform prompts that
-    remain."""
+    """A prompt's rewards can differ only if 3 divides its answer. Resampling replaces uniform prompts by
+    prompts with differing rewards, equally on one rank and two ranks. An alarm counts the uniform prompts
+    that remain."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"
@@ -474,7 +474,7 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
     varied = [prompt_id for prompt_id in rewards if len(set(rewards[prompt_id])) > 1]
     assert varied and all(int(eval(last[prompt_id][:-1])) % 3 == 0 for prompt_id in varied)
     assert any(a != b for a, b in zip(first, last, strict=True))
-    assert one["measured"] == len(first)  # the reward of the metrics is that of the batch before replacement
+    assert one["measured"] == len(first)  # metrics have the reward before replacement
     assert len(varied) < len(rewards) and "prompts are still uniform" in one["alarms"]
     most = dataclasses.replace(cfg, resample_rounds=8, reward=(f"{tmp_path}/r.py:most",), out=f"{tmp_path}/3")
     one = run_ranks(1, ranks.resampled, most)[0]

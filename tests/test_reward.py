@@ -148,7 +148,7 @@ def test_a_graders_unknown_kind_is_an_error_whatever_the_response_is(grader):
 
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """No two different gold answers of a set are equal: 30 x 30 and 198 x 198 pairs."""
+    """A gold answer equals itself and no other one of the set: 30 x 30 and 198 x 198 pairs."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)

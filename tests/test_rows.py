@@ -535,8 +535,8 @@ def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """The data set chooses extractor and grader. Rows with different data sets or kinds are different
-    problems. A resumed run refuses changed data sets."""
+    """The data set chooses extractor and grader. Equal rows with different data sets or kinds are different
+    problems. A changed data set changes the fingerprint."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))

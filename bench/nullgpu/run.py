@@ -103,8 +103,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Replaces the number of tokens that a decode step sampled: the device says 0, and no response would end;
-    so 1."""
+    """Counts one sampled token per decode step. The device reports 0, so no response would end."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
