@@ -322,7 +322,7 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     nodes.expected = folder.name
     nodes.type()
     nodes.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # a run that was not refused may have removed it
+    shutil.rmtree(folder, ignore_errors=True)  # a run that was not refused may have removed the folder
     nodes.had = newest(nodes.out)
     return True
 

@@ -39,7 +39,7 @@ STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not c
 class Cost:
     """Seconds of an engine's operations."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step: (responses, cached tokens)
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # seconds of a decoding step from (responses, cached tokens)
     prefill: float  # of a token that is read again: after new weights, and after a move
     response: float = 0.0  # of a response in a round, beside its tokens
     round: float = 0.0  # of a round, beside that
@@ -163,7 +163,7 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     cut. `alike`: correlation of two responses to one prompt, of the logarithms of their lengths."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
-    for _ in range(30):  # the cut takes some of the mean away
+    for _ in range(30):  # the cut lowers the mean
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):

@@ -112,7 +112,7 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
     exported, original = (json.loads(Path(path, "config.json").read_text())
                           for path in (tmp_path / "policy", folder))
     assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
-    assert exported == original  # dropouts included
+    assert exported == original  # including dropouts
 
 
 def test_the_plan_counts_the_parameters(folder):

@@ -35,7 +35,7 @@ FILE = RESULTS / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # (name, GiB)
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
 BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
-# device; preset, size, ranks, and tokens of a sample, of which a whole number fills a pack
+# device; preset, size, ranks, and tokens per sample (a divisor of the pack length)
 CASES = {
     "7B on 8 × H100": (H100, "orz-7b", "7b", 8, 2048),
     "7B on 32 × H100": (H100, "orz-7b", "7b", 32, 2048),
