@@ -39,7 +39,7 @@ STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not c
 class Cost:
     """Seconds of an engine's operations."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # seconds of a decoding step from (responses, cached tokens)
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step, by (responses, cached tokens)
     prefill: float  # of a token that is read again: after new weights, and after a move
     response: float = 0.0  # of a response in a round, beside its tokens
     round: float = 0.0  # of a round, beside that
