@@ -49,7 +49,7 @@ class Cache:
             padding[:self.rows] = self.width - lengths
             column = torch.arange(self.width + steps, device=like.device)
             self.allowed = (column >= padding[:, None])[:, None, None]
-        self.prefill = None  # row and column of each token of a packed prefill
+        self.prefill = None  # in a prefill: (row, column) of each token of the pack
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store keys and values: (1, Hkv, T, d) in a prefill, (R, Hkv, 1, d) in a decoding step."""
@@ -89,9 +89,11 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers 
 
 
 class FusedDecoder:
-    """A decoding step in fewer operations than the model's modules take: one product for query, key and
-    value, one for gate and up, and no batch dimension. A small model on a CPU spends half its time between
-    operations. Other model types than LLAMA_LIKE, and sliding windows, run through the model's modules."""
+    """Computes a decoding step with fewer operations than the model's modules: one matrix product for query,
+    key and value, one for gate and up, and no batch dimension. This helps because a small model on a CPU
+    spends half of its time between operations.
+
+    Models of other types than LLAMA_LIKE, and models with sliding windows, run through their own modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
@@ -124,7 +126,7 @@ class FusedDecoder:
         return rms_norm(self.policy.model.norm, x)
 
     def _attention(self, attention, heads, cos, sin, cache, i):
-        """Output (R, D) of layer i's attention module for its queries, keys and values side by side."""
+        """Returns the output (R, D) of attention in layer i. heads: queries, keys and values side by side."""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
@@ -144,7 +146,8 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one linear that computes what these linears of `module` compute, side by side."""
+    """Returns weight and bias of one linear layer that replaces the linear layers `names` of `module`. Its
+    output is their outputs side by side."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -178,8 +181,8 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key)
 
     def _wave(self, wave, requests, limits, temperature, key):
-        """Decode the requests `wave` together, and yield each response when it ends. `where` (B,) is the row
-        in the cache of each response that has not ended."""
+        """Decodes the requests `wave` (keys) together. Yields each response when it ends. In the code, B is
+        the number of responses that have not ended, and `where` (B,) is the cache row of each of them."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -206,8 +209,8 @@ class TorchEngine(Engine):
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
             if done or cache.rows < len(where):  # the rows change
-                # Responses of one row that took the same token stay in one row; the others get rows of their
-                # own.
+                # Responses that share a row and took the same token keep sharing a row. Each other token
+                # starts a new row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t  # the column of the tokens that were just sampled

@@ -3,9 +3,9 @@ r"""Text in, verdict out: extracts the answer from a response, and compares it w
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-All functions are pure, and take untrusted text. Extraction and `quick_grade` take time linear in the text's
-length. `grade` leaves other pairs to math-verify, which may hang or crash: grading/worker.py runs it in
-processes that can be killed.
+All functions are pure and take untrusted text. Extraction and `quick_grade` take time linear in the length of
+the text. Pairs that `quick_grade` can't decide go from `grade` to math-verify, which may hang or crash. So
+grading/worker.py runs `grade` in processes that can be killed.
 
 Equality is decided in three steps. `normalise` writes the same thing the same way (spacing, styles, Unicode,
 plain text) and puts words into quotes. `read` gives the text a type: number, quantity with a unit, base-n
@@ -64,8 +64,9 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxes(text, brace):
-    """(start, start and end of the content, end) of the balanced boxes, by start."""
-    found, stack = [], []  # on the stack, per open brace: the start of its \boxed and of its content, or None
+    r"""Returns the balanced \boxed{} groups, sorted by start. A group is (start, start of the content, end of
+    the content, end)."""
+    found, stack = [], []  # stack, for each open brace: (start of \boxed, start of content); None for others
     for match in brace.finditer(text):
         if match[1]:
             stack.append((match.start(), match.end()))
@@ -82,7 +83,8 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    """The last box after the thought. Boxes side by side are one answer: a pair is not the better of both."""
+    """Returns the content of the last box after the thought. Boxes side by side are one answer, joined by
+    commas, so a response can't offer two answers and have the better one count."""
     text = _after_thought(text)
     boxes = _boxes(text, ANY_BOX)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
@@ -98,7 +100,8 @@ def _boxed(text):
 
 
 def _stated(text):
-    """The rest of the line after the last `answer is` or `answer:`, or the box in it."""
+    """Returns the rest of the line after the last `answer is` or `answer:`. If that has a box, returns the
+    content of the box."""
     found = [match.end() for match in STATED.finditer(text)]
     line = text[found[-1]:].strip(" *\t").partition("\n")[0].partition("</answer>")[0] if found else ""
     return _boxed(line) or line.partition(". I hope")[0].strip(" *")  # Minerva adds: I hope it is correct
@@ -123,7 +126,8 @@ def _last(pattern):
     return extractor
 
 
-# The answer's text by name of the extractor. All but orz's read only what follows `</think>`.
+# Name of an extractor -> function from a response to its answer. All extractors but orz read only the text
+# after `</think>`.
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "orz": extract_answer,  # the last box of the last <answer> block that has one
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
@@ -137,13 +141,14 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 
 def extract(text: str, extractor: str = "orz") -> str | None:
-    """The answer in a response, stripped, or None. Raises UserError for an unknown extractor."""
+    """Returns the answer in a response, stripped; None without an answer. Raises UserError for an unknown
+    extractor."""
     require(extractor in EXTRACTORS, f"extractor {extractor!r} is unknown", f"one of {', '.join(EXTRACTORS)}")
     return (EXTRACTORS[extractor](text) or "").strip() or None
 
 
 def readers(text: str) -> list[str]:
-    """Names of the extractors that find an answer in a response."""
+    """Returns the names of the extractors that find an answer in a response."""
     return [name for name in EXTRACTORS if extract(text, name) is not None]
 
 
@@ -230,7 +235,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
 
 @lru_cache(4096)
 def normalise(text: str) -> str:
-    r"""`text` with one spelling for spaces, styles, fractions and symbols, and with words in quotes.
+    r"""Returns `text` with one spelling for spaces, styles, fractions and symbols, and with words in quotes.
 
     `10~\text{ meters}.` becomes `10 "meters"`. The time is at most quadratic in len(text).
     """
@@ -239,7 +244,7 @@ def normalise(text: str) -> str:
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, text.translate(CHARACTERS))
     for pattern, new in TIDY:
-        if pattern.search(text):  # faster than to replace nothing
+        if pattern.search(text):  # a search without a match is faster than sub without a match
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
@@ -261,7 +266,7 @@ def _quoted(match):
 
 
 def _is_word(match):
-    """Whether letters outside of \\text{} are a word and not a product of variables."""
+    """Returns whether letters outside of \\text{} are a word. Otherwise they are a product of variables."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
     if word in UNITS and len(word) > 1:
@@ -283,8 +288,10 @@ class Number(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """`kind` is number, quantity, base, residue, ratio, list (or set), tuple, intervals, matrix, named,
-    equation, relation, letters, text or expression. `parts` depends on it. `text` is the normalised text."""
+    """A text with its type.
+
+    kind: number, quantity, base, residue, ratio, list (or set), tuple, intervals, matrix, named, equation,
+    relation, letters, text or expression. text: the normalised text. parts: depends on the kind."""
     kind: str
     text: str
     parts: Any = None
@@ -298,7 +305,7 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 UNITS = ALIASES.keys() | {f"{alias}s" for alias in ALIASES if len(alias) > 2}
 MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
-# With one of these a number with words is a text, and not a number with its unit.
+# A number followed by words is a number with a unit. With one of these words it is a text instead.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by""".split())
@@ -339,7 +346,8 @@ DEEPEST = 8  # brackets in brackets; deeper ones are read as an expression
 
 
 def _split(text, name):
-    """The parts of `text` between separators outside of brackets, and the separators."""
+    """Splits `text` at the separators that are outside of brackets. Returns 1. the parts, 2. the
+    separators."""
     parts, found, depth, start = [], [], 0, 0
     for match in SEPARATORS[name].finditer(text):
         if match["separator"]:
@@ -353,7 +361,8 @@ def _split(text, name):
 
 
 def _brackets(text):
-    """(opening bracket, inside, closing one) if one pair is around the whole text, else None."""
+    """Returns (opening bracket, content, closing bracket) if one pair of brackets encloses the whole text,
+    else None."""
     depth = 0
     for match in SEPARATORS["cell"].finditer(text):
         if depth == 0 and (match.start() > 0 or match[0] not in ("(", "[", "{", r"\{")):
@@ -367,7 +376,7 @@ def _brackets(text):
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
-    """The type and the parts of a normalised text."""
+    """Returns the Reading of a normalised text. depth: how deep the text is nested in the whole answer."""
     if depth <= DEEPEST and text:
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
@@ -387,7 +396,7 @@ def _read_list(text, depth):
     elements = []
     for part in parts:
         element = read(part, depth)
-        # 1\pm2 is two elements of a list, and a set is one.
+        # 1\pm2 gives two elements of the list. A set inside the list is one element.
         several = element.kind == "list" and not part.startswith(r"\{")
         elements += element.parts if several else [element]
     names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
@@ -412,7 +421,7 @@ def _read_named(text, depth):
 
 
 def _read_union(text, depth):
-    """A union of intervals, or the reals, maybe without some points."""
+    """Reads a union of intervals, or the real numbers, possibly without some points."""
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, [("()", [read(r"-\infty"), read(r"\infty")])]))
     parts, _ = _split(text, "minus")
@@ -425,7 +434,7 @@ def _read_union(text, depth):
 
 
 def _without(pieces, points):
-    """The intervals without these points. [] if a point is outside of all intervals."""
+    """Returns the intervals `pieces` without the points. [] if a point is outside of all intervals."""
     pieces = list(pieces)
     for point in points:
         for i, (kind, (low, high)) in enumerate(pieces):
@@ -438,7 +447,7 @@ def _without(pieces, points):
 
 
 def _below(a, b):
-    """Whether a < b. False also if that is unknown: both must be plain numbers, or one infinite."""
+    """Returns whether a < b is certain. It is only if both are plain numbers, or one is infinite."""
     plain = a.kind == b.kind == "number" and a.parts.value < b.parts.value
     return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
 
@@ -448,7 +457,7 @@ EDGES = {"<": "()", ">": "()", r"\ne": "()", r"\le": "[]", r"\ge": "[]"}
 
 
 def _read_inequality(text, depth):
-    r"""x<2, 2>x, 1<x\le 2 and x\ne 1 are intervals of x. Others are relations."""
+    r"""Reads x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x. Reads any other inequality as a relation."""
     parts, signs = _split(text, "relation")
     if not signs:
         return None
@@ -469,7 +478,7 @@ def _read_inequality(text, depth):
 
 
 def _pieces(reading):
-    """The intervals of a reading, or []. A pair in brackets is an interval."""
+    """Returns the intervals of a reading; [] if it has none. A pair in brackets is an interval."""
     if reading.kind == "intervals":
         return reading.parts[1]
     pair = reading.kind == "tuple" and reading.parts[0] != "=" and len(reading.parts[1]) == 2
@@ -504,14 +513,14 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Words, a number with its unit, or another text with words in it."""
+    """Reads words, a number with a unit, or another text that has words in it."""
     money = MONEY.match(text)
     value = f'{money[1]}{text[money.end():]}"{money[2] or "dollars"}"' if money else text
     if LETTER_RUN.fullmatch(value):
         return Reading("letters", value.strip('"'))
     if '"' not in value:
         return None
-    if ANGLE.search(value):  # 50 degrees in \sin are no unit
+    if ANGLE.search(value):  # in \sin 50 degrees, degrees are not the unit of the whole
         radians = DEGREES.sub(r"\\frac{\1\\pi}{180}", value)
         return read(radians, depth) if radians != value else None
     number, _, unit = value.partition('"')
@@ -529,7 +538,7 @@ def _read_text(text, depth):
 
 
 def _unit(text):
-    """The words of a unit in one spelling: `"square meters"` and `"m"^{2}` are both (m, 2)."""
+    """Returns the words of a unit in one spelling: ("m", "2") for `"square meters"` and for `"m"^{2}`."""
     names, power = [], None
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/"))
     for word in re.findall(r"[a-z']+|[2-9]|/", text):
@@ -556,7 +565,8 @@ def _read_scalar(text, depth):
 
 
 def _number(text):
-    """The value of a decimal, fraction, mixed or repeating number, maybe a percent; None for other texts."""
+    """Returns the Number that a text means: a decimal, fraction, mixed number or repeating decimal, each also
+    as a percentage. None for any other text."""
     percent = text.endswith(r"\%")
     text = text.removesuffix(r"\%").rstrip()
     if text.startswith("10^"):
@@ -583,11 +593,11 @@ def _number(text):
 
 # --- equality
 
-# Something left to solve. It is wrong where the gold answer is a plain number.
+# An answer that matches has something left to solve. It is wrong where the gold answer is a plain number.
 UNSOLVED = re.compile(
     r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
     r"[|!]|[\w)}] ?[+-]")
-# math-verify misreads these: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
+# math-verify misreads texts that match: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
 MISREAD = re.compile(
     r"\d \d|\d ?\{\d|\{,|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
     r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
@@ -596,17 +606,17 @@ LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # the closing parenthesis only 
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
-    r"""Whether `answer` equals `gold`: as "math", as a "choice" (D, d, (D), D., \text{D}) or as "exact" text.
+    r"""Returns whether `answer` equals `gold`. kind: "math", "choice" (D, d, (D), D., \text{D}) or "exact".
 
-    Runs in this process without a deadline, so untrusted answers need reward.Grader. Raises UserError for an
-    unknown kind, ValueError for a gold answer that cannot be parsed, and what math-verify raises.
+    Runs in this process without a deadline, so untrusted answers need grading.worker.Grader. Raises UserError
+    for an unknown kind, ValueError for a gold answer that can't be parsed, and the errors of math-verify.
     """
     equal = quick_grade(answer, gold, kind)
     return bool(_same(read(normalise(answer)), read(normalise(gold)), math_equal)) if equal is None else equal
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
-    """The verdict of `grade`; None if it needs math-verify. Raises UserError for an unknown kind."""
+    """Returns the result of `grade`; None if that needs math-verify. Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -624,7 +634,8 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Whether two readings are equal. prove(answer, gold) compares expressions, or returns None."""
+    """Returns whether two readings are equal; None if unknown. prove(answer, gold): compares two expressions,
+    and returns True, False, or None if unknown."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
@@ -651,7 +662,7 @@ def _same(answer, gold, prove):
 
 
 def _squeeze(text):
-    """`text` without quotes, and without spaces but those between numbers."""
+    """Returns `text` without quotes and without spaces. Spaces between two digits stay."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text.replace('"', ""))
 
 
@@ -675,7 +686,8 @@ def _same_expression(answer, gold, prove):
 
 
 def _same_named(answer, gold, prove):
-    """x=5 equals 5 and x=5, but not y=5. An equation equals equations only."""
+    """Compares readings of which one has a name: x=5 equals 5 and x=5, but not y=5. An equation equals only
+    an equation."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
     other = name and needed and name != needed
     if other and {a.kind, b.kind} & {"tuple", "list"}:
@@ -686,7 +698,8 @@ def _same_named(answer, gold, prove):
 
 
 def _same_quantity(answer, gold, prove):
-    """Two units must agree; one is enough."""
+    """Compares quantities. If both have a unit, the units must be equal. If only one has a unit, the numbers
+    decide."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
     if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
@@ -703,7 +716,8 @@ def _same_number(answer, gold, prove):
 
 
 def _same_tuple(answer, gold, prove):
-    """Whether the kinds agree, and the parts one by one. None if no part is wrong and one is unknown."""
+    """Returns whether two tuples have the same brackets and equal parts in order. None if no part is known to
+    differ and one part is unknown."""
     (kind, a), (needed, b) = answer, gold
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}  # x=1, y=2
     if len(a) != len(b) or kind != needed and not system:
@@ -713,7 +727,7 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Whether `answer` has the parts of `gold` in some order. None if that is unknown."""
+    """Returns whether `answer` has the same parts as `gold` in any order. None if that is unknown."""
     left = list(answer)
     if len(left) != len(gold):
         return False
@@ -735,10 +749,10 @@ COMPARE = {"number": _same_number, "list": _unordered,
 
 @lru_cache(4096)
 def _parse(text):
-    r"""math-verify's reading of one whole expression; [] if it can't read it.
+    r"""Returns math-verify's parse of one whole expression; [] if it can't be parsed.
 
-    The text goes into \boxed{}. In prose math-verify looks for delimiters, so an answer could choose which
-    part of it is read (`7 $5$` is read as 5). For the same reason an answer with delimiters inside is [].
+    The text is put into \boxed{}. Without the box math-verify would look for delimiters, and read only the
+    part between them (`7 $5$` as 5). For the same reason a text with delimiters inside gives [].
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
@@ -752,15 +766,16 @@ def _parse(text):
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
     found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the pool has the timeout
-    if found and isinstance(found[0], Basic):  # for math-verify i is a variable
+    if found and isinstance(found[0], Basic):  # math-verify reads i as a variable; it becomes sympy's I
         names = {s.name: s for s in found[0].free_symbols}
-        if "i" in names and "j" not in names:  # beside j it is a vector
+        if "i" in names and "j" not in names:  # with j in the expression, i is a unit vector
             found[0] = found[0].xreplace({names["i"]: I})
     return found
 
 
 def math_equal(answer: str, gold: str) -> bool:
-    """Whether math-verify finds two normalised expressions equal. An unreadable `gold` is a ValueError."""
+    """Returns whether math-verify finds two normalised expressions equal. Raises ValueError if `gold` can't
+    be parsed."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -772,12 +787,13 @@ def math_equal(answer: str, gold: str) -> bool:
         if (close := _close(left[0], right[0])) is not None:
             return close
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-    except (RecursionError, MemoryError, OverflowError):  # the answer is too large, math-verify did not fail
+    except (RecursionError, MemoryError, OverflowError):  # the answer is too large: wrong, not an error
         return False
 
 
 def _close(a, b):
-    """Whether two numbers agree to one part in a million, if one of them has a decimal; else None."""
+    """Returns whether two numbers agree to one part in a million. None unless both are numbers and one of
+    them has a decimal."""
     from sympy import Expr, Float
 
     if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):

@@ -48,8 +48,8 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is so long, and parsing is slow
-MEMORY = 2 << 30  # bytes of address space that a worker may add to what it was forked with
-CACHE = 16_384  # grades to remember by (answer, gold, kind): the samples of one prompt mostly agree
+MEMORY = 2 << 30  # bytes of address space that a worker may add after the fork
+CACHE = 16_384  # grades to remember by (answer, gold, kind): samples of one prompt often have equal answers
 MAX_REPLY = 200_000  # characters of an environment's text
 CHUNK = 16  # most requests that a worker takes at once: each trip to it costs 0.2 ms
 LARGEST = 3.4028234e38  # absolute value of a custom reward: packs hold rewards as float32
@@ -69,25 +69,28 @@ Request = tuple
 
 @dataclass(frozen=True)
 class Grade:
-    """`reward` is 1.0 or 0.0, or a custom reward's float, which float32 can hold. `reason` is one of REASONS.
-    `answer` is the extracted text."""
+    """The grade of a response. reward: 1.0 or 0.0, or the number of a custom reward, within the range of
+    float32. reason: one of REASONS. answer: the extracted answer; None without one."""
     reward: float
     reason: str
     answer: str | None
 
 
 class Reply(NamedTuple):
-    """What an environment (--env) returns after a turn. `text` goes into the response, and the policy writes
-    the next turn after it; None: the response is complete. `reward`: replaces the row's grade; None: it does
-    not. `done`: the response is complete, and `text` is left out. A str means Reply(text); None, Reply();
-    a tuple, Reply(*tuple)."""
+    """What an environment (--env) returns after a turn of the policy.
+
+    text: is appended to the response, and the policy writes its next turn after it. None: the response is
+    complete. reward: replaces the grade of the response. None: the response is graded as usual. done: true if
+    the response is complete; then `text` is not appended.
+    An environment may also return a str for Reply(text), None for Reply(), or a tuple for Reply(*tuple)."""
     text: str | None = None
     reward: float | None = None
     done: bool = False
 
 
-# ANTLR builds its tables when it first meets a piece of grammar, which takes up to seconds. The server parses
-# these pairs before it forks, and the workers inherit the tables. Else a right answer could time out.
+# ANTLR, math-verify's parser, builds tables when it first meets a piece of grammar. That takes up to seconds,
+# so a right answer could time out. The server parses these pairs (answer=gold) before it forks workers, and
+# the workers inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -174,7 +177,7 @@ def _modules_beside(spec):
 
 
 def _take_modules(names):
-    """Remove these modules and their submodules from sys.modules. Returns them by name."""
+    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module."""
     found = [name for name in sys.modules if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
@@ -233,7 +236,7 @@ def _warm():
 
 
 def _die():
-    """End the server and its workers at once. They are a process group of their own."""
+    """Kill the server and its workers, which together are a process group."""
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -323,12 +326,12 @@ class Grader(AbstractContextManager):
         self.arguments = workers, deadline, functions, compares
         self.patience = START + WALL * deadline  # seconds without a reply after which the server has stalled
         self.errors = {}  # type of an error -> its first message
-        self._told = 0  # of these messages, the number that new_errors has returned
+        self._told = 0  # number of messages in `errors` that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, what results() returns next
         self._cache = {}  # request -> Grade
         self._pending = {}  # request -> [(key, extracted answer)]; equal requests are graded once
         self._waiting = []  # requests of the next chunk
-        self._size = 1  # requests in a chunk: those that take a worker 0.1 s
+        self._size = 1  # requests in a chunk: as many as a worker grades in 0.1 s
         self._chunks = {}  # number -> requests, of chunks without a reply
         self._count = 0  # chunks so far
         self._process = None  # the server
@@ -355,13 +358,13 @@ class Grader(AbstractContextManager):
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue a call env(problem, text, turn), without waiting. results() then has its Reply, or where it
-        failed a Grade with the reason "error" or "timeout"."""
+        """Queue a call env(problem, text, turn) without waiting. results() returns the environment's Reply
+        under `key`. If the call failed, results() returns a Grade with the reason "error" or "timeout"."""
         self._queue(key, ("reply", self.env, problem, text, turn))
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
-        """The grade of an answer that needs no worker, else None."""
+        """Returns the grade if it can be found without a worker, else None."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
         known = self._cache.get(("compare", answer, gold, kind))
@@ -384,8 +387,8 @@ class Grader(AbstractContextManager):
             self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
-        """Wait for all that was submitted or asked since the last call, and return it by key. Raises
-        RuntimeError if the server died or stalled, and its replacement too."""
+        """Wait for everything that was submitted or asked since the last call. Returns key -> Grade or Reply.
+        Raises RuntimeError if the server died or stalled, and then its replacement did too."""
         self._send_waiting()
         replaced = False
         while self._pending:
@@ -415,7 +418,7 @@ class Grader(AbstractContextManager):
         self.close()
 
     def _start(self):
-        """Start a server, instead of the old one if there is one, and send it the chunks without a reply."""
+        """Start a server. An old server is ended first, and its unanswered chunks go to the new server."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
         # bufsize=0: `poll` sees all that was not read. A new session: ctrl-C does not reach the server.
@@ -424,7 +427,7 @@ class Grader(AbstractContextManager):
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
         os.set_blocking(self._process.stdin.fileno(), False)  # a busy server must not stop the trainer
         self._unsent = bytearray()
-        self._unread = b""  # of its replies, the start of a line
+        self._unread = b""  # incomplete last line of the server's replies
         chunks, self._chunks = self._chunks, {}
         for requests in chunks.values():
             self._send(requests)
@@ -481,12 +484,13 @@ class Grader(AbstractContextManager):
 
 
 def _check_spec(spec, what="reward"):
-    """`spec` with an absolute path. Raises UserError. The file is compiled here; only the server runs it."""
+    """Returns `spec` with an absolute path. Raises UserError if the file can't be read or lacks the function.
+    The file is only compiled here; the server runs it."""
     path, _, name = spec.rpartition(":")
     require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
     file = Path(path).absolute()
     try:
-        names = compile(file.read_bytes(), file, "exec").co_names  # of all that the file defines or uses
+        names = compile(file.read_bytes(), file, "exec").co_names  # all names that the file defines or uses
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{what} {spec!r} can't be read ({error}); needed: {SPEC}") from None
     require(name in names, f"{what} {spec!r}: {path} has no function {name!r}{nearest(name, names)}", SPEC)

@@ -1,5 +1,5 @@
-"""Alarms: signs of trouble in a run's metrics. Each is a line with what was found, the likely cause, and what
-to change.
+"""Alarms: signs of trouble in a run's metrics. An alarm is a line of text: what was found, the likely cause,
+and what to change.
 
     for text in new_alarms(log.history, cfg): print(text)
 """
@@ -17,8 +17,9 @@ WARM_STEPS = 30  # in its first steps a new critic explains nothing, so it raise
 SOLVED = 0.9  # from this reward on, low entropy, short responses and uniform groups are a success
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
-# name: (when the alarm is active, its text). `now` has the means that `active_alarms` computes. A metric that
-# a run does not have is NaN, and every comparison with NaN is false.
+# Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` has the
+# means that `active_alarms` computes. A metric that the run does not have is NaN, and every comparison with
+# NaN is false.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
@@ -59,7 +60,7 @@ ALARMS = {
 
 
 def active_alarms(history: History, cfg: Config) -> dict[str, str]:
-    """The alarms that are active after the last step of `history`: name -> text."""
+    """Returns the alarms that are active after the last step of `history`: name -> text."""
     recent = history[-MEAN_STEPS:]
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
@@ -72,9 +73,9 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Texts of the alarms that the last step of `history` raises: active now, and inactive in the QUIET_STEPS
-    steps before. They depend on the history alone, so a resumed run raises the alarms of a run never
-    stopped."""
+    """Returns the texts of the alarms that the last step of `history` raises. Such an alarm is active after
+    the last step and was inactive in the QUIET_STEPS steps before. The result depends on `history` alone, so
+    a resumed run raises the same alarms as an uninterrupted run."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

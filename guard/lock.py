@@ -13,8 +13,8 @@ from typing import Any
 
 from configs import require
 
-HEARTBEAT = 20.0  # seconds after which a run renews the time of its lock
-DEAD = 120.0  # seconds without a heartbeat, after which another run may take the folder
+HEARTBEAT = 20.0  # seconds between two renewals of the lock file's modification time
+DEAD = 120.0  # seconds without a renewal after which another run may take the folder
 
 
 class FolderLock(contextlib.AbstractContextManager):
@@ -32,8 +32,8 @@ class FolderLock(contextlib.AbstractContextManager):
                      "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
     def claim(self) -> None:
-        """Make the folder and take its lock. May wait DEAD seconds for another host's heartbeat. Raises
-        UserError where another run has the folder, and OSError."""
+        """Make the folder and take its lock. May wait DEAD seconds to see whether an owner on another host is
+        alive. Raises UserError where another run has the folder, and OSError if the disk fails."""
         folder = self.file.parent
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,8 @@ class FolderLock(contextlib.AbstractContextManager):
         self.release()
 
     def release(self) -> None:
-        """Remove the lock, if it is still this run's, and empty folders that `claim` made."""
+        """Remove the lock if this run still owns it. Then remove the folders that `claim` made, if they are
+        empty."""
         self.ended.set()
         with contextlib.suppress(OSError):  # a lock on a disk that failed stays, without a heartbeat
             if self.owner() == self.mine:
@@ -74,11 +75,12 @@ class FolderLock(contextlib.AbstractContextManager):
             return {}
 
     def _is_alive(self, owner):
-        """Whether the run that has the lock is alive. On another host: whether it renews the lock."""
+        """Returns whether the owner of the lock is alive. On the same host its process must exist. On another
+        host it must renew the lock file while this function waits, at most DEAD seconds."""
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        os.utime(self.file.parent)  # to the present time by the file system's clock, which may be another's
+        os.utime(self.file.parent)  # sets the folder's time to now, by the clock of the file server
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
             print(f"{self.file} is of another host; waiting for its heartbeat", flush=True)
@@ -87,7 +89,7 @@ class FolderLock(contextlib.AbstractContextManager):
         return self._beaten() not in (before, 0.0)
 
     def _beaten(self):
-        """When the owner last renewed the file; 0 where there is none."""
+        """Returns the modification time of the lock file in seconds; 0 if there is no file."""
         try:
             return self.file.stat().st_mtime
         except OSError:

@@ -30,8 +30,8 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the policy in training. Returns a line about the agreement. Raises UserError where
-    engine and trainer disagree."""
+    """Run `selfcheck` with the weights of the policy. Returns one line: how closely engine and trainer agree.
+    Raises UserError where they disagree."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
@@ -41,7 +41,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     with dist.phase("selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # forgets the self-check's seconds: they are not the first step's
+    dist.phase_seconds()  # resets the timers, so that the first step does not count the self-check's seconds
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
                 "a fix of that, or --no-selfcheck to train anyway")
@@ -49,8 +49,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Prompts for `selfcheck` (prompt_id -> tokens): four problems, and one of up to 300 tokens, which fills
-    blocks of a prefix cache (16 tokens on GPUs, 128 in vLLM's CPU build)."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four are problems. The fifth has up to 300
+    tokens, so that it fills whole blocks of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -70,9 +70,10 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         3  after a sync of halved weights    reversed prompts, which no prefix cache has
         4  after a sync of the weights       reversed prompts
 
-    Its log-probs must equal `trainer_logp(samples, temperature)` (all tokens,); in 3 they must differ.
-    `weights()` is what `awake` takes. Ranks of one engine must go through all stages together, so an error
-    ends nothing. The self-check has its own random stream; the run itself does not change."""
+    In stages 1, 2 and 4 the engine's log-probs must equal `trainer_logp(samples, temperature)`, a tensor of
+    (all tokens,). In stage 3 they must differ. `weights()` returns what `Engine.awake` takes. A disagreement
+    does not end the self-check, because the ranks of one engine must go through all stages together. The
+    self-check has its own random stream; the run itself does not change."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:

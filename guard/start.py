@@ -155,7 +155,7 @@ def program(cfg: Config) -> dict[str, str]:
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raises UserError where the folder's disk has no space for `needed` bytes of checkpoints and exports."""
+    """Raises UserError unless the folder's disk has space for `needed` bytes of checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
     require(free >= needed, f"{gib(free)} free in {folder} for checkpoints and exports",
@@ -163,8 +163,8 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Shapes of the policy and of the model that the critic starts from. Raises UserError as load_config
-    does."""
+    """Returns the shapes of 1. the policy and 2. the model that the critic starts from. Raises the UserErrors
+    of model.load_config."""
     paths = cfg.model, cfg.critic_model or cfg.model
     return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
 
@@ -222,8 +222,8 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # gold answers that are checked, at random where there are more
-GOLD_LIMIT = 0.01  # share of the checked ones that may fail
+GOLD_SAMPLE = 2_000  # gold answers to check; a random sample if there are more
+GOLD_LIMIT = 0.01  # share of the checked gold answers that may fail
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,

@@ -3,9 +3,10 @@
     python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
     python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
 
-Runs that differ only in their seed are one recipe: a plot shows their mean, in a band from the lowest to the
-highest. Everything is read from the files of the run's folder, so it works while the run goes on and after a
-crash. The page is one file that needs no network. Texts of models are escaped in it.
+Runs that differ only in their seed are one recipe. A plot shows the mean of a recipe's runs as a line, and
+the range from the lowest to the highest run as a band. The report reads only the files of the run's folder,
+so it works during a run and after a crash. The HTML page is one file that needs no network. Texts that models
+wrote are escaped in the page.
 """
 
 import argparse
@@ -28,23 +29,24 @@ from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
-    """The metrics whose whole name matches the regular expression, in the order of their first row."""
+    """Returns the names of the metrics that match the regular expression as a whole, in order of first
+    appearance."""
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
 def _curve(rows, key):
-    """The values of one metric: step -> value."""
+    """Returns the values of one metric: step -> value."""
     return {row["step"]: row[key] for row in rows if key in row}
 
 
 def _read_json(path):
-    """The content of config.json or plan.json; {} if there is no file."""
+    """Returns the content of config.json or plan.json; {} if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Groups runs whose config.json differs only in seed and out, under a name. A run without config.json is
-    alone."""
+    """Returns name of a recipe -> its runs. Runs of one recipe have config.json files that differ only in
+    seed and out. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
         config = _read_json(run / "config.json") or {"run": str(run)}
@@ -56,7 +58,8 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 
 # --- curves
 
-# Title; metrics; scale. A plot of one recipe has these panels, with a line for each metric.
+# Columns: title of the panel; regular expression of its metrics; scale of the axis. A plot of one recipe has
+# these panels, with a line for each metric.
 PANELS = [re.split("  +", row) for row in r"""
 reward                                reward                               share
 held-out accuracy                     eval/.+/avg@\d+                      share
@@ -76,8 +79,10 @@ COMPARED = (r"reward|eval/.+/avg@\d+|response_len|truncated|entropy|grad_norm/po
 
 
 def _draw(figure, title, lines, scale):
-    """Draw a panel. `lines`: label -> the curves of its runs, each step -> value. Where all runs have a value
-    the line is their mean; the band goes from the lowest to the highest."""
+    """Draw a panel. lines: label -> a list of curves, one for each run; a curve is step -> value.
+
+    A line shows the mean of the runs at steps where all runs have a value. A band shows the range from the
+    lowest to the highest run."""
     axis = figure.add_subplot(xlabel="step")
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))
@@ -88,7 +93,7 @@ def _draw(figure, title, lines, scale):
                           alpha=0.2, linewidth=0)
     if scale == "log":
         axis.set_yscale("log")
-    elif scale == "variance":  # a new critic starts far below
+    elif scale == "variance":  # cuts off the values of a new critic, which are far below -1
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
         axis.axhspan(0, 1, alpha=0)  # invisible: the axis reaches from 0 to 1, or further
@@ -128,13 +133,14 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def _shorten(text, most=66):
-    """`text` on one line of at most `most` columns: its beginning and its end."""
+    """Returns `text` on one line of at most `most` characters. A longer text keeps its beginning and end."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
 
 def facts(run: Path) -> dict[str, str]:
-    """A run in short: what was trained, for how long, and its reward and held-out accuracy."""
+    """Returns name -> text: algorithm, model, steps, seconds, alarms, reward and held-out accuracy of a
+    run."""
     rows, config = read_metrics(run), _read_json(run / "config.json")
     seconds = _curve(rows, "time/step").values()
     found = {
@@ -152,7 +158,8 @@ def facts(run: Path) -> dict[str, str]:
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """The runs side by side, as a text table: their facts, and the flags in which they differ."""
+    """Returns a text table with a column for each run: the run's facts, and the flags in which the runs
+    differ."""
     columns = [{"": str(run)} | facts(run) for run in runs]
     configs = [_read_json(run / "config.json") for run in runs]
     for field in dict.fromkeys(chain(*configs)):
@@ -167,8 +174,8 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """A run as text: its facts, three held-out problems with the base model's and the trained model's
-    answers, the last alarms, and where the files are."""
+    """Returns a run as text: its facts, three held-out problems with the answers of the base model and of the
+    trained model, the last five alarms, and the paths of the files."""
     lines = [compare([run])]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
@@ -201,28 +208,28 @@ article { border-left: 6px solid #18794e; padding-left: 10px; margin: 10px 0 }
 <h1>$title</h1>"""
 SAMPLE = """<article class="$graded"><b>$graded: $reason</b>, answer $answer, reward $reward, $tokens tokens
 Gold answer $gold: $problem<pre>$response</pre></article>"""
-SHOWN_PROMPTS = 8  # of each step whose samples are shown
+SHOWN_PROMPTS = 8  # prompts to show of a step
 
 
 def _fill(template, values):
-    """The template with its $names replaced by the values, which are escaped."""
+    """Returns the template with each $name replaced by its value, escaped for HTML."""
     return Template(template).substitute({name: escape(str(value)) for name, value in values.items()})
 
 
 def _table(rows):
-    """Rows of values as an HTML table, escaped."""
+    """Returns rows of values as an HTML table. The values are escaped."""
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<table><tr>{'<tr>'.join(cells)}</table>"
 
 
 def _fold(title, html, opened=False):
-    """HTML behind a line that opens it."""
+    """Returns `html` as a section that folds open at a click on the title."""
     return f"<details{' open' * opened}><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _samples(run, kind):
-    """Up to 6 steps of samples/ or eval/ as HTML; the newest is first and open. Each prompt has its first
-    right and its first wrong response."""
+    """Returns up to 6 steps of samples/ or eval/ as HTML. The newest step is first and unfolded. A prompt is
+    shown with its first right and its first wrong response."""
     files, html = sorted((run / kind).glob("step_*.jsonl")), ""
     for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
         cards = {}
@@ -236,7 +243,7 @@ def _samples(run, kind):
 
 
 def _metrics(rows):
-    """All metrics as an HTML table: name, and first, last, lowest and highest value."""
+    """Returns all metrics as an HTML table: name, and first, last, lowest and highest value."""
     table = [["metric", "first", "last", "lowest", "highest"]]
     for key in _keys_of(rows, "(?!step$).+"):
         values = list(_curve(rows, key).values())
