@@ -270,7 +270,7 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
     """Find the first stop string that ends in the tokens `after`. Returns the number of tokens of `after` up
     to its end, or 0 if there is none. The stop string may begin in `before`, the tokens in front of `after`.
-    Only the first tokens of `after`, as many as the longest stop string may have, are searched."""
+    Only the first `window` tokens of `after` are searched."""
     # A token has at least one byte. 8 more tokens, because the window may cut a character of up to four
     # bytes.
     window = 8 + max((len(s.encode()) for s in stop), default=0)

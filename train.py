@@ -764,8 +764,7 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
 
 def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
     """Save a checkpoint if one is due. Then write the step's metrics and alarms. Returns True if a stop was
-    requested. `metrics`: metrics of this step's evaluation. `start`: time.perf_counter() at the step's
-    begin."""
+    requested. `metrics`: metrics of this step's evaluation. `start`: when the step began, in seconds."""
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
