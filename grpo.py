@@ -1,20 +1,23 @@
-"""The GRPO family as pure tensor maths: no critic, the samples of one prompt are compared with each other.
+"""The GRPO family as pure tensor maths. There is no critic. The samples of one prompt are compared instead.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
 REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
-Each algorithm is three choices: an advantage (`group_advantages`), an aggregation of the tokens' losses
-(`token_weights`) and a ratio (`policy_loss`). The presets of configs.py name them. A new algorithm is a
-branch in one of these functions.
+An algorithm is a combination of three choices, which the presets in configs.py make:
+    --advantage    how rewards become advantages: `group_advantages`
+    --aggregation  how the losses of tokens are averaged: `token_weights`
+    --ratio        the importance ratio and its clipping: `policy_loss`
+To add an algorithm, add a branch to one of these functions.
 
-Shapes (packs and denominators as in ppo.py):
-    P, n  prompts, and samples of each prompt
-    T, N  tokens and segments of a pack
+Shapes (ppo.py explains packs, segments and updates):
+    P, n     number of prompts, and number of samples (responses) of each prompt. A group is the n samples of
+             one prompt.
+    T        number of tokens of a pack
     mask     (T,) bool, true on the response tokens that enter the loss
-    segment  (T,) index of each token's segment: ppo.segment_ids
+    segment  (T,) index of each token's segment, from ppo.segment_ids
 
-Difference from Open-Reasoner-Zero: its GRPO should divide by the group's standard deviation, but does not,
-because of operator precedence. What it computes is "group_mean_whiten". GRPO itself is "group_mean_std".
+Difference from Open-Reasoner-Zero: its GRPO is meant to divide by the group's standard deviation. Because of
+a mistake in operator precedence it does not, and computes "group_mean_whiten". GRPO is "group_mean_std" here.
 """
 
 import torch
@@ -22,12 +25,15 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
-    """Returns advantages (P, n) from rewards (P, n); exactly 0 in a group whose rewards are all equal.
+    """Returns advantages (P, n) from rewards (P, n). If all rewards of a group are equal, its advantages are
+    exactly 0.
 
-    "group_mean": reward minus the group's mean. "group_mean_std": "group_mean" divided by the sample standard
-    deviation (n-1) + 1e-6. "leave_one_out": reward minus the mean of the other samples (RLOO).
-    "group_mean_whiten": "group_mean" here; the caller then whitens over the step's tokens.
-    "group_mean_batch_std": "group_mean" here; the caller then divides by `batch_std` (ScaleRL).
+    kind:
+        "group_mean"            reward minus the mean of the group
+        "group_mean_std"        group_mean / (sample standard deviation of the group + 1e-6)
+        "leave_one_out"         reward minus the mean of the group's other rewards (RLOO)
+        "group_mean_whiten"     group_mean; train.py whitens it over the tokens of the step
+        "group_mean_batch_std"  group_mean; train.py divides it by `batch_std` (ScaleRL)
     Raises ValueError for another kind.
     """
     n = rewards.shape[1]
@@ -38,38 +44,45 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred * (n / (n - 1))
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # The mean of equal floats may differ from them by a rounding error, so 0 is set here.
+    # The mean of n equal floats can differ from them by a rounding error. So this line sets the zeros.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,): true where the rewards (P, n) of a prompt differ. Only such prompts have a gradient
-    (DAPO, eq. 11)."""
+    """Returns (P,) bool: true if the n rewards of a prompt differ. Only then the prompt has a gradient (DAPO,
+    eq. 11). rewards: (P, n)."""
     return (rewards != rewards[:, :1]).any(1)
 
 
 def batch_std(total: Tensor) -> float:
-    """Returns the standard deviation of advantages whose mean is 0, plus 1e-6 (ScaleRL, 2510.13786). total
-    (2,): the number of advantages and the sum of their squares, over all samples of the step."""
+    """Returns 1e-6 + the standard deviation of the step's advantages (ScaleRL, 2510.13786). Their mean is 0.
+
+    total (2,): the number of advantages and the sum of their squares, over the step's samples on all ranks.
+    """
     count, squares = total.tolist()
     return (squares / max(count, 1)) ** 0.5 + 1e-6
 
 
 def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
-    """Returns DAPO's penalty of a response of `length` tokens (2503.14476, eq. 13). The penalty is 0 up to
-    max_len - buffer tokens. Then it falls linearly to -1 at max_len tokens."""
+    """Returns DAPO's penalty for a response of `length` tokens (2503.14476, eq. 13). The penalty is 0 up to
+    max_len - buffer tokens. From there it falls linearly to -1 at max_len tokens."""
     return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
 def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float, responses: float,
                   max_len: int, prompt_share: Tensor | None = None) -> Tensor:
-    """(T,) weight of each token's loss in the update's loss; 0 outside `mask`.
+    """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
-    `tokens`, `responses`: counts of the whole update, over all packs and ranks.
-    "token": mean over all tokens. "response": mean over each response's tokens, then over responses.
-    "max_len": sum over tokens / (responses × max_len), so that length has no influence (Dr. GRPO).
-    "prompt": mean over the tokens of each prompt's responses, then over prompts (ScaleRL). It needs
-    prompt_share (T,): 1 / (tokens of this prompt's responses in the update × prompts of the update).
+    tokens, responses: number of response tokens and number of responses of the whole update (all packs and
+        ranks).
+    prompt_share (T,): used by "prompt" alone. It is 1 / (response tokens of the token's prompt in the update
+        × prompts of the update).
+    aggregation:
+        "token"     mean over all response tokens
+        "response"  mean over the tokens of each response, then mean over responses
+        "max_len"   sum over tokens / (responses × max_len). The weight of a token does not depend on the
+                    length of its response (Dr. GRPO).
+        "prompt"    mean over the tokens of all responses of a prompt, then mean over prompts (ScaleRL)
     Raises ValueError for another aggregation.
     """
     if aggregation == "token":
@@ -86,13 +99,17 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
                 weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: 1. the loss of a pack, a sum weighted with `weights` (T,) from `token_weights`;
-    2. the number of clipped tokens.
+    """Returns two scalars: 1. the loss of a pack: the sum of the tokens' losses times `weights`; 2. the
+    number of clipped tokens.
 
-    "token": ratio exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others).
-    "sequence": exp of the mean log-ratio of the response, clipped as in PPO (GSPO, eq. 7).
-    "clipped": -A logp × the clipped ratio, detached, so every token keeps its gradient (CISPO, eq. 4).
-    weight (T,): detached importance weights that correct for the engine's log-probabilities; None: all 1.
+    weights (T,): from `token_weights`.
+    weight (T,): factor on each token's loss, without gradient; None: 1. It corrects for the difference
+        between the engine's log-probs and the trainer's.
+    ratio:
+        "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
+        "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
+        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio has no gradient, so a clipped
+                    token still has one (CISPO, eq. 4).
     Raises ValueError for another ratio.
     """
     log_ratio = torch.where(mask, logp - old_logp, 0)
@@ -115,6 +132,6 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, the sum of x over the token's segment."""
-    sums = torch.zeros_like(x).index_add(0, segment, x)  # there are no more segments than tokens
+    """Returns (T,): for each token, the sum of x (T,) over all tokens of the same segment."""
+    sums = torch.zeros_like(x).index_add(0, segment, x)  # T sums are enough: each segment has a token
     return sums[segment]

@@ -1,20 +1,20 @@
-"""PPO as pure tensor maths: advantages, KL, and the losses of policy and critic.
+"""PPO as pure tensor maths: advantages, KL, and the losses of the policy and the critic.
 
 Papers: PPO arXiv 1707.06347, GAE 1506.02438, Open-Reasoner-Zero (ORZ) 2503.24290.
 
+A pack is the input of one forward pass: N segments end to end, T tokens in all. A segment is one prompt with
+one response. An update is one optimizer step. Its gradient is the sum over several packs on every rank.
+
 Shapes:
-    T  tokens of a pack: N segments (prompt + response) laid end to end
-    N  segments of a pack
     mask        (T,) bool, true on the response tokens that enter the loss
-    cu_seqlens  (N+1,) start of each segment, and the end of the last one
-    values      (T,) the critic's value before token t
+    cu_seqlens  (N+1,) index of each segment's first token; the last entry is T
+    values      (T,) values[t] is the critic's value of the state before token t
 Log-probabilities and KL are in nats.
 
-Denominators are arguments. The caller passes the token count of the whole optimizer update, over all packs
-and ranks. So neither the packing nor the number of ranks changes a gradient.
+Each loss is a sum over tokens, divided by the number of response tokens of the whole update (all packs and
+ranks). The caller passes this number. So neither the packing nor the number of ranks changes a gradient.
 
-Difference from ORZ: losses are sums over tokens divided by the update's token count. ORZ takes the mean of
-each pack first, then the mean of the packs.
+Difference from ORZ: ORZ takes the mean over the tokens of each pack, and then the mean over packs.
 """
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Returns (T,): the index of each token's segment, from 0 to N-1. tokens: T. It is an argument because
-    reading it from the device would wait for the device."""
+    """Returns (T,): the index of each token's segment, from 0 to N-1.
+
+    `tokens` is T. The caller passes T, because reading cu_seqlens[-1] would make the host wait for the GPU.
+    """
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
@@ -33,32 +35,34 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns 1. advantages (T,) and 2. returns (T,), both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 after a segment's last token
+    delta_t = r_t + gamma V_{t+1} - V_t, where V_{t+1} is 0 at a segment's last step
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The steps t are the tokens in `mask`. A token outside `mask` is no step: the policy did not sample it. Its
-    reward is added to the last step before it in the same segment.
+    The time steps t are the tokens in `mask`, counted within their segment. Other tokens are skipped. The
+    reward of a skipped token is added to the last time step before it in the same segment.
     """
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    step = (is_step.cumsum(0) - 1).clamp(min=0)  # (T,) index of the last step at or before each token
-    # (T,) whether such a step exists in the token's own segment. Only then the token's reward counts.
+    # (T,) for each token: the index in `steps` of the last time step at or before the token
+    step = (is_step.cumsum(0) - 1).clamp(min=0)
+    # (T,) true if this time step is in the token's own segment. Otherwise the token's reward is dropped.
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
     segment, v = segment[steps], values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
-        """Returns x_{t+k} for each step t; 0 where step t+k is beyond the segment's end."""
+        """Returns x_{t+k} for each time step t, or 0 if t+k is beyond the end of the segment."""
         same_segment = segment[k:] == segment[:-k]
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # At the start of a round, adv_t is the discounted sum of delta_t to delta_{t+reach-1}. The round adds
-    # adv_{t+reach}, the sum of the next `reach` deltas. So the loop takes log2(steps) rounds.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … up to the end of the segment. In the loop, adv_t is
+    # the sum of the first `reach` terms. adv_{t+reach} is the sum of the next `reach` terms. Adding the two
+    # sums doubles `reach`. So log2(number of time steps) iterations are enough.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -68,8 +72,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (3,) float64: count, sum and sum of squares of x where `mask` is true. To whiten over several
-    packs or ranks, add up their statistics."""
+    """Returns (3,) float64: count, sum and sum of squares of the values x (T,) where `mask` is true. To
+    whiten several packs or ranks together, sum their results."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
@@ -77,7 +81,7 @@ def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`.
 
-    `stats` (3,): the `whitening_stats` of all tokens that are whitened together, usually the whole step.
+    `stats` (3,): the sum of `whitening_stats` over all packs and ranks that are whitened together.
     """
     count, total, squares = stats.to(x.device)
     mean = total / count.clamp(min=1)
@@ -86,8 +90,9 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
-    """Returns (T,) estimates of KL(policy || ref) in nats, for tokens that the policy sampled.
+    """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
 
+    logp, ref (T,): log-probs of the policy's and the ref's model. The policy must have sampled the tokens.
     `estimator`: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
     name.
     """
@@ -97,7 +102,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
-        # e^20 is still finite in fp32. A run that gets there is lost anyway.
+        # Above 88, exp overflows in fp32. The clamp changes only tokens with ref - logp above 20 nats.
         return torch.exp((-d).clamp(max=20)) - 1 + d
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
@@ -105,13 +110,15 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
                 weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: 1. PPO's clipped loss of a pack (1707.06347, eq. 7); 2. the number of clipped
-    tokens.
+    """Returns two scalars: 1. PPO's clipped loss of a pack (1707.06347, eq. 7); 2. the number of tokens whose
+    loss was clipped.
 
-    The loss is summed over `mask` and divided by `tokens`, the response tokens of the whole update.
-    old_logp (T,): if the policy takes one update a step, pass `logp.detach()`. The ratio is then 1 and the
-        gradient is that of REINFORCE.
-    weight (T,): detached importance weights that correct for the engine's log-probabilities; None: all 1.
+    The loss is summed over the tokens in `mask` and divided by `tokens`.
+    tokens: number of response tokens of the whole update.
+    old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
+        pass logp.detach(). Then the ratio is 1, and the gradient equals REINFORCE's.
+    weight (T,): factor on each token's loss, without gradient; None: 1. It corrects for the difference
+        between the engine's log-probs and the trainer's.
     """
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
@@ -124,11 +131,13 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
-    """Returns half the squared error of `values`, summed over `mask` and divided by `tokens`; a scalar.
+    """Returns a scalar: half the squared error (values - returns)², summed over the tokens in `mask` and
+    divided by `tokens`.
 
-    old_values (T,): the values before the step's first update.
-    With `clip`, each token counts the larger of two squared errors: the error of the value, and the error of
-    the value clipped to old_value ± clip (as in OpenAI baselines' ppo2).
+    tokens: number of response tokens of the whole update.
+    old_values (T,): the critic's values before the step's first update.
+    clip: if given, a value is also clipped to [old_value - clip, old_value + clip]. The token then counts the
+        larger of two squared errors: with the value, or with the clipped value (OpenAI baselines' ppo2).
     """
     loss = (values - returns) ** 2
     if clip is not None:
