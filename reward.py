@@ -1,13 +1,17 @@
-r"""Rewards: the terms of --reward, the parts that read a response's text, and a dry run on a file.
+r"""Rewards: reads the flag --reward, computes rewards for a response's format, and tries a reward on a file.
 
     python reward.py RESPONSES.jsonl --extractor boxed              # try a reward on a file of responses
     with Grader(workers=2) as grader:                               # in a training loop
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The reward is 1 if the response stopped by itself and the answer that the extractor finds equals the gold
-answer, else 0. grading/answers.py says which answers are right. grading/worker.py runs graders in processes
-that can be killed.
+The value of --reward is a list of terms. A term is a grader or a part. A grader compares the response's
+answer with the gold answer, or is a user's function. A part is added to the grader's reward, for example a
+reward for the format. rollout.REWARD_PARTS has all parts.
+
+The usual reward is 1 or 0. It is 1 if the response ended before the length limit and its extracted answer
+equals the gold answer. grading/answers.py extracts and compares answers. grading/worker.py runs graders in
+processes that can be killed.
 """
 
 import math
@@ -18,25 +22,29 @@ from dataclasses import dataclass
 from configs import nearest, require, user_errors
 from grading.answers import KINDS, readers
 from grading.rows import read_rows
-from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  for those who import reward
+from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  others import them
 
-# --- rewards in parts
+# --- the terms of --reward
 
 
 @dataclass(frozen=True)
 class Term:
-    """One of --reward's graders or parts."""
+    """One term of --reward: a grader (`kind` or `custom` is set) or a part (neither is set)."""
 
-    name: str  # logged as reward/NAME
+    name: str  # the metric reward/NAME has this name
     weight: float
-    kind: str = ""  # how the term compares answers: one of KINDS; "": the term does not compare answers
-    custom: str = ""  # FILE.py:FUNCTION of a user's function; "": none
-    dataset: str = ""  # the only data set that the term grades; "": all data sets
+    kind: str = ""  # how the term compares answers: one of KINDS; "": it does not compare answers
+    custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": none
+    dataset: str = ""  # the only data set whose responses the term grades; "": all data sets
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """Returns the terms of --reward, graders first. A term is written `NAME` or `NAME=WEIGHT`. NAME is one of
-    KINDS, one of `parts`, FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION. Raises UserError."""
+    """Returns the terms of --reward, graders first. Raises UserError if `reward` is not valid.
+
+    reward: the value of --reward. A term is written NAME or NAME=WEIGHT. NAME is one of KINDS, one of
+        `parts`, FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION.
+    parts: the names of all reward parts.
+    """
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
     names = {t.name for t in terms}
@@ -48,9 +56,9 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 
 def _term(spec, parts):
-    """One term of --reward. Raises UserError."""
+    """Returns the Term for one text of --reward, such as "math=2". Raises UserError."""
     full, equals, number = spec.rpartition("=")
-    if not equals or "/" in number or ":" in number:  # the = is in a path
+    if not equals or "/" in number or ":" in number:  # no weight; an = here is a part of a path
         full, number = spec, "1"
     try:
         weight = float(number)
@@ -66,14 +74,16 @@ def _term(spec, parts):
             f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
     name = custom.rpartition(":")[2] or full
     if dataset:
-        name = dataset.replace("/", "-")  # a / would make it another metric
+        name = dataset.replace("/", "-")  # in a metric's name, as in reward/NAME/failed, / separates levels
     return Term(name, weight, custom=custom, dataset=dataset)
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set (or "") and FILE.py:FUNCTION. The first @ ends the
-    data set, because a folder's name may have an @ too. A spec that starts with / or . is a path without a
-    data set. Raises UserError."""
+    """Split DATASET@FILE.py:FUNCTION. Returns 1. the data set in lower case, or "" without one, 2.
+    FILE.py:FUNCTION. Raises UserError if the text before @ is empty.
+
+    The data set ends at the first @; any later @ belongs to the path. A `spec` that starts with / or . is a
+    path without a data set."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -83,30 +93,30 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared if a row does not say so: the first of KINDS in --reward, or
-    "math"."""
+    """Returns how to compare the answer of a data row that does not say it: the first of KINDS in --reward,
+    or "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
-    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, else 0. Each tag must
-    be on its own line. Text may follow the last tag. This is Open-R1's format reward."""
+    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, else 0 (Open-R1's
+    format reward). Each tag must be on its own line. Text may follow the last tag."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
     _, _, answer = text[len(start):].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
 
 
 def tag_count(text: str) -> float:
-    """Returns 0.25 for each of the four tags (think and answer, opening and closing) that occurs exactly
-    once, with its line breaks (Open-R1's tag count)."""
+    """Returns 0.25 × the number of tags that occur exactly once, together with their line breaks (Open-R1's
+    tag count). The four tags are <think>, </think>, <answer> and </answer>."""
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the share of word n-grams that repeat an earlier n-gram of the text, from 0 to 1. This is minus
-    Open-R1's repetition penalty."""
+    """Returns the share of the text's word n-grams that repeat an earlier n-gram, from 0 to 1. Open-R1's
+    repetition penalty is this share times -1."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
@@ -115,13 +125,13 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
 # --- the dry run
 
 def _responses(path):
-    """Yields the rows of a file of responses, with defaults filled in. Raises UserError with the row's
-    number."""
+    """Yields the rows of a file of responses. Adds the defaults of "stopped" and "kind". Raises UserError,
+    with the row's number, for a row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": "math", **row}
-        if "gold" in row:  # of a run's samples/, where `answer` is the extracted text
+        if "gold" in row:  # a row of a run's samples/ folder: its "answer" is the policy's extracted answer
             row["answer"] = row["gold"]
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
@@ -132,16 +142,17 @@ def _responses(path):
 
 def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
-    """Grade a file of responses; print the reasons, mean reward, seconds and the first three failures.
+    """Grade a file of responses. Print how many are correct, wrong, unparsed and so on, the mean reward, the
+    seconds, and the first three responses without a right answer.
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; the last two may be left out
+            "kind": "math"}; "stopped" and "kind" may be left out
         reward: your own path/to/file.py:function, called as function(response, answer, kind) -> float
-        workers: processes
-        deadline: CPU seconds for one answer
-        extractor: finds the answer in a response: orz, boxed, answer_tag, gsm8k, dapo, letter, last_number or
-            whole
+        workers: number of grading processes
+        deadline: CPU seconds that grading one answer may take
+        extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,
+            last_number or whole
     """
     rows, start = list(_responses(responses)), time.perf_counter()
     with Grader(workers, deadline, [reward] if reward else [], compares=not reward) as grader:
@@ -166,7 +177,7 @@ def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, dead
 
 
 if __name__ == "__main__":
-    import tyro  # here: the trainer doesn't need it
+    import tyro  # imported here, because it is slow and the trainer does not need it
 
     with user_errors("reward.py"):
         tyro.cli(dry_run)
