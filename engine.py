@@ -1,4 +1,4 @@
-"""The contract of an engine, and what all engines share.
+"""The base class of the engines. It says what an engine must do, and has the code that all engines share.
 
 An engine samples responses with the policy's weights. The engine holds weights only inside `awake`:
 
@@ -7,14 +7,15 @@ An engine samples responses with the policy's weights. The engine holds weights 
             ...  # requests: (prompt_id, sample_id) -> tokens
 
 To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
-rollout.ENGINES. An engine that can give memory back also has `unload()`. The base class does the rest: it
-checks that every weight came once, allows one `awake` at a time, refuses stale weights, and records memory.
+rollout.ENGINES. An engine that can free memory also has `unload()`. The base class checks that every weight
+arrives exactly once, allows one `awake` at a time, refuses stale weights, and records memory use.
 
-Stale weights (of an earlier step) are the costliest silent fault of such systems. So an engine gets weights
-only through `awake`. `generate` raises if the engine's version is not the requested version.
+Stale weights are weights of an earlier step. Sampling with them raises no error by itself, and the policy
+then learns from wrong samples. So an engine gets weights only through `awake`, and `generate` raises an error
+if the engine's weights are not of the requested version.
 
-Randomness is counter-based: a sample is a function of (key, prompt_id, sample_id). Samples that were drawn
-before do not change it."""
+Randomness is counter-based: a response's random numbers depend only on (key, prompt_id, sample_id). Other
+responses, and the order of sampling, do not change them."""
 
 from __future__ import annotations
 
@@ -45,26 +46,26 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory use at one moment. torch's own counts are not used. They include the tensors of a sleeping
-    engine, which use no memory."""
+    """Memory use at one moment. It is read from the device, not from torch's memory statistics: these also
+    count the tensors of a sleeping engine, which use no memory."""
 
-    held: float  # GiB used by all processes on the GPU; on a CPU: GiB of host memory used by this process
-    seconds: float  # since the previous reading
+    held: float  # GiB that all processes use on the GPU; on a CPU: GiB of host memory that this process uses
+    seconds: float  # time since the previous reading
 
 
 class MemoryLedger:
-    """Records memory at each stage of an engine's last `awake`, in GiB. Also records the residual: the memory
-    that the engine keeps while it sleeps. Make the ledger before the engine, because the first reading must
-    be the memory without the engine."""
+    """Records memory use at each stage of an engine's last `awake`, in GiB. Also records the residual: the
+    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, because
+    the first reading must not include the engine."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.readings, self.time = torch.device(device), {}, time.perf_counter()
-        self.bytes = 0  # size of the last weights
+        self.bytes = 0  # total size of the weights that were loaded last
         self.mark("before")
         self.residual, self.least_residual = 0.0, float("inf")
 
     def mark(self, stage: str) -> None:
-        """Record memory at the end of `stage`. Waits for the device."""
+        """Record memory use at the end of `stage`. Waits for the device."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -72,41 +73,41 @@ class MemoryLedger:
             held = total - free
         elif statm.is_file():
             held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        else:  # not Linux: only the peak is known
+        else:  # outside Linux only the process's peak is known
             held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before, self.time = self.time, time.perf_counter()
         self.readings[stage] = MemoryReading(held / 2**30, self.time - before)
 
     def begin(self) -> None:
-        """Start the readings of an `awake`. Give torch's cached memory back, then record the trainer's
-        memory."""
+        """Start the readings of an `awake`: free torch's cached memory, then record the trainer's memory
+        use."""
         free_cache(self.device)
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """End the readings, after the engine fell asleep. Add to the residual: memory held now minus memory
-        held at the first reading."""
+        """End the readings of an `awake`, after the engine fell asleep. Add to the residual the memory in use
+        now, minus the memory in use at the first reading."""
         before = next(iter(self.readings.values()))
         free_cache(self.device)
         self.mark("asleep")
         self.residual += self.readings["asleep"].held - before.held
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the last `awake`, in GiB and seconds."""
+        """Returns metric -> value for the last `awake`, in GiB (mem/…) and seconds (time/…)."""
         seconds = {stage: r.seconds for stage, r in self.readings.items()}
         return {f"mem/{stage}_gb": self.readings[stage].held for stage in ("trainer", "awake", "asleep")} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
 
     def table(self) -> str:
-        """Returns the readings of the last `awake` as text, one line a stage."""
+        """Returns the readings of the last `awake` as a text with one line for each stage."""
         lines = [f"  {stage:10} {r.held:9.3f} {r.seconds:10.3f}" for stage, r in self.readings.items()]
         return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
 
     def pending_warning(self, residual: float) -> str:
-        """Returns a warning if `residual` (mem/residual_gb) is at least 1 GiB above its lowest value since
-        the last warning, else ""."""
+        """Returns a warning if the residual grew by 1 GiB or more, else "". The growth is measured from the
+        lowest residual since the last warning. `residual`: the metric mem/residual_gb."""
         growth = residual - self.least_residual
         self.least_residual = min(self.least_residual, residual) if growth < 1 else residual
         return "" if growth < 1 else (
@@ -116,7 +117,7 @@ class MemoryLedger:
 
 
 def free_cache(device: torch.device) -> None:
-    """Give torch's cached memory back to the device."""
+    """Free the GPU memory that torch's allocator caches but does not use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -125,51 +126,58 @@ def free_cache(device: torch.device) -> None:
 
 
 class Engine(abc.ABC):
-    """Base class of the engines; see the top of this file. All ranks must construct the engine together."""
+    """Base class of the engines; see the top of this file. All ranks must construct their engine at the same
+    time, because the constructor calls collectives."""
 
-    needs_selfcheck = False  # True: guard.selfcheck compares its log-probs with the trainer's before step 0
+    needs_selfcheck = False  # True: before step 0, guard.selfcheck compares engine and trainer log-probs
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer, self.cfg, self.device, self.dtype = tokenizer, cfg, torch.device(device), dtype
         self.config = load_config(path)
         with torch.device("meta"):
-            self.policy = Policy(self.config)  # names and shapes, without memory
+            self.policy = Policy(self.config)  # has the names and shapes of all weights, but no memory
         self.names = [name for name, _ in self.policy.named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
-        self.version = None  # version of the engine's weights; None while asleep
+        self.version = None  # the step of the weights that the engine holds; None while the engine sleeps
         self.busy = False  # True inside `awake`
         self.ledger = MemoryLedger(device)
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.engines = self.ranks // cfg.tp
         self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
-    # What a new engine writes:
+    # The methods that a subclass defines:
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
-        """Load all weights (name, whole tensor). Then call self.ledger.mark("sync"). A tensor is valid only
-        until the next tensor is requested."""
+        """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy a
+        tensor before you take the next one, because its memory is freed then."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
                  key: tuple[int, ...], version: int) -> Iterator[Sample]:
-        """Yields one response to each request k, in the order in which responses end. requests[k]: prompt
-        tokens; limits[k]: largest number of response tokens; k: (prompt_id, sample_id). Temperature 0 is
-        greedy. `key` seeds the randomness.
+        """Yields one response (a Sample) for each request, in the order in which the responses end.
 
-        An engine must call self.check(version) first; it raises RuntimeError on stale weights. Construct
-        samples with self.sample. With --tp, all ranks of one engine call `generate` together, each with its
-        own requests."""
+        requests: k -> prompt tokens, where k is (prompt_id, sample_id). The tokens of an unfinished response
+            may follow the prompt (--round_len, --env).
+        limits: k -> largest number of tokens to sample.
+        temperature: 0 means greedy.
+        key: seeds the randomness, together with k.
+        version: step of the weights. A subclass must first call self.check(version), which raises
+            RuntimeError if the engine holds weights of another version.
 
-    def unload(self) -> None:  # noqa: B027  an engine may have nothing to give back
-        """Give memory back at the end of `awake`."""
+        A subclass makes its Samples with self.sample. With --tp, all ranks of one engine call `generate` at
+        the same time, each with its own requests."""
 
-    # What the trainer uses:
+    def unload(self) -> None:  # noqa: B027  not abstract, because some engines have nothing to free
+        """Free memory at the end of `awake`."""
+
+    # The methods that the trainer calls:
 
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
-        """Load the weights (name, whole tensor) of `version`. Inside, `generate` works; afterwards the engine
+        """Context manager: wakes the engine and loads `weights`, which yields (name, whole tensor).
+        `version` is the step of these weights. `generate` works only inside the context. On exit the engine
         sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
         if self.busy:
             raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
@@ -180,13 +188,13 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.counted_weights(weights)
                 self.load(stream)
-                for name, _ in stream:  # asks for more: the stream then checks that nothing is missing
+                for name, _ in stream:  # runs the stream to its end, where it checks for missing weights
                     raise RuntimeError(f"the engine did not take {name}")
                 self.ledger.mark("awake")
             self.version = version
             yield self
         except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to report
+            with contextlib.suppress(Exception):  # an error of _sleep must not hide the first error
                 self._sleep()
             raise
         else:
@@ -202,7 +210,8 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """Returns a list of the objects x of all ranks of this engine."""
+        """Returns a list with the object x of each rank of this engine. With --tp, an engine has several
+        ranks."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -213,8 +222,8 @@ class Engine(abc.ABC):
                 "generate inside `with engine.awake(full_weights(policy), version=step)`")
 
     def counted_weights(self, weights: Weights) -> Weights:
-        """Yields the weights, and counts them. Raises RuntimeError for a name that comes twice, for a name
-        that the model does not have, and at the end for missing names."""
+        """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such
+        name, or if names are missing at the end."""
         missing, self.ledger.bytes = dict.fromkeys(self.names), 0
         for name, tensor in weights:
             if name not in missing:
@@ -229,8 +238,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """Context manager: turns an exception into a RuntimeError. Its message says what the engine failed to
-        do, and has the table of memory readings."""
+        """Context manager: turns any exception into a RuntimeError. The new message has three parts: what the
+        engine failed to do (`doing`), the exception, and the table of memory readings."""
         try:
             yield
         except Exception as e:
@@ -245,19 +254,19 @@ class Engine(abc.ABC):
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
-        """Returns the Sample of one finished response."""
+        """Returns the Sample of one response. ids, logp (L,): the sampled tokens and their log-probs.
+        stopped: true if the response ended by EOS or a stop string, false if by the length limit."""
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
-        """Returns the text of a response. An EOS token at the end is left out."""
+        """Returns the text of the response tokens `ids`, without an EOS token at the end."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Returns the ids of all EOS tokens: those in the tokenizer, the model config and the generation config.
-    Base and chat models have different EOS tokens. If one were missing here, responses that end with it would
-    count as truncated."""
+    """Returns the ids of all EOS tokens. The tokenizer, the model config and the generation config may name
+    different ones. If one were missing here, the engine would sample on after it, up to the length limit."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     if (Path(path) / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -268,11 +277,14 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Find the first stop string that ends in the tokens `after`. Returns the number of tokens of `after` up
-    to its end, or 0 if there is none. The stop string may begin in `before`, the tokens in front of `after`.
-    Only the first `window` tokens of `after` are searched."""
-    # A token has at least one byte. 8 more tokens, because the window may cut a character of up to four
-    # bytes.
+    """Returns how many tokens of `after` are needed to complete a stop string, or 0 if there is no stop
+    string.
+
+    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before` and
+        end in `after`. Only the first `window` tokens of `after` are searched.
+    stop: the stop strings."""
+    # A token has at least one byte, so the longest stop string fits into this number of tokens. The 8 extra
+    # tokens are for characters that the window cuts. A character has up to four bytes.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 
@@ -283,7 +295,8 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     if not stop:
         return 0
     previous, whole = count(0), count(len(after))
-    for i in range(1, len(after) + 1) if whole != previous else ():  # nearly always they are equal
+    # The counts are nearly always equal: no stop string ends in `after`, and the loop has no iterations.
+    for i in range(1, len(after) + 1) if whole != previous else ():
         now = whole if i == len(after) else count(i)
         if any(map(operator.gt, now, previous)):
             return i
