@@ -151,7 +151,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
         """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy a
-        tensor before you take the next one, because its memory is freed then."""
+        tensor before you take the next one, because its memory may be freed then."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,

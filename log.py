@@ -1,8 +1,8 @@
-"""Output of a run, except for checkpoints: metrics, TensorBoard, trackers, samples, progress bars, alarms.
+"""Writes all output of a run except checkpoints: metrics, TensorBoard, trackers, samples, bars and alarms.
 
-Every rank adds to its own `Meter`. `Meter.reduce` sums numerators and counts over the ranks, and then
-divides. So a metric is never a mean of means. On rank 0, the `Logger` writes into the run's folder.
-docs/metrics.md tells the meaning of every metric. tools/report.py draws the plots and writes the HTML report.
+Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums the numerators and the
+denominators over the ranks, and then divides. So a metric is never a mean of means. On rank 0, the `Logger`
+writes the files in the run's folder. docs/metrics.md explains every metric. tools/report.py draws the plots.
 """
 
 import contextlib
@@ -33,44 +33,49 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so adding never
-    waits for the device. Every rank must add the same names. A rank without a value adds 0."""
+    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so that the host
+    never waits for the device when it adds a number. Every rank must add the same names, because `reduce`
+    sums all metrics in one collective. A rank without a value adds 0."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        # name -> (1,) a sum, (2,) a mean's numerator and denominator, or (1101,) a histogram's counts
+        # name -> a tensor: (1,) the sum; (2,) numerator and denominator of a mean; (1101,) a histogram
         self.sums = defaultdict(float)
-        self.peaks = {}
+        self.peaks = {}  # name -> maximum
 
     def _double(self, x):
         if isinstance(x, Tensor):
             return x.detach().to(self.device, torch.float64)
-        return torch.full((), x, dtype=torch.float64, device=self.device)  # a copy from the host would wait
+        # Not torch.tensor(x): it would copy x from the host, and wait for the device.
+        return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add to the mean `name`: `total` to its numerator, `count` to its denominator. A mean whose count
-        stays 0 is not logged. Without `count` the metric is a sum."""
+        """Add to the metric `name`. With `count` the metric is a mean: `total` is added to its numerator and
+        `count` to its denominator. A mean with denominator 0 is not logged. Without `count` the metric is the
+        sum of all `total`."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
-        """Keep the maximum of x for the metric `name`, over all calls and ranks."""
+        """Set the metric `name` to the maximum of x over all calls and ranks."""
         x = self._double(x)
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
     def add_quantiles(self, name: str, x: Tensor) -> None:
-        """Add the values `x` (any number of them, 1-D, not negative) to the metrics name/mean, name/p99 and
-        name/max. The 99th percentile is read from a histogram with 100 bins a decade, from 1e-9 to 100, so it
-        is at most 2.4 % too high."""
+        """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
+
+        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram of the values between
+        1e-9 and 100. Each factor of 10 has 100 bins, so the percentile is at most 2.4 % too high."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
         bins = (100 * x.nan_to_num(100).clamp(1e-9, 100).log10() + 900).long()
         counts = torch.zeros(1101, dtype=torch.float64, device=self.device)
-        self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))  # bincount would wait
+        # Not torch.bincount, which would wait for the device.
+        self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns the metrics over all ranks. `all_sum` and `all_max` reduce a tensor over the ranks. all_max
-        is called only if add_max was called before."""
+        """Returns name -> value of all metrics, over all ranks. all_sum and all_max: functions that return
+        the sum or the maximum of a tensor over the ranks. all_max is not called without an `add_max`."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -95,12 +100,14 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
                     turns: bool = False, per_prompt: int = 0) -> None:
-    """Add the metrics of the step's samples. Each metric is the mean, over all ranks, of a list below.
+    """Add the metrics of the step's samples. Each metric is the mean of one list below, over all ranks.
 
-    parts: names of the reward parts turns: whether responses may have several turns (--env); then
-    response_len includes the environment's tokens per_prompt: number of samples of a prompt. With --carry,
-    some prompts may have fewer samples; pass@n and
-        uniform_groups leave these prompts out
+    samples: this rank's samples, ordered by (prompt_id, sample_id).
+    parts: names of the reward parts.
+    turns: true if responses may have several turns (--env). Then response_len includes the environment's
+        tokens, and response_len/sampled does not.
+    per_prompt: number of samples of a prompt. With --carry a prompt may have fewer; the metrics pass@n and
+        uniform_groups leave such prompts out.
     """
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
@@ -116,12 +123,12 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.text) for s in samples],
-        "repetition": [repeat_score(group[0].text) for group in groups],  # slow: one response a prompt
+        "repetition": [repeat_score(group[0].text) for group in groups],  # one response a prompt: it is slow
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # a grader of one data set is a part that other samples do not have
+    for part in parts:  # a sample lacks the part of a grader that grades another data set only
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -134,28 +141,29 @@ REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
 
 
 def reflections(text: str) -> int:
-    """Returns how often words of REFLECTIONS occur in a response. Open-Reasoner-Zero counts the same
-    words."""
+    """Returns how often words of REFLECTIONS occur in a text. Open-Reasoner-Zero counts the same words."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
 
 
 def repeat_score(text: str) -> float:
-    """Returns how much a text of n characters repeats itself, from 0 to nearly 1: 2 Σ LCP / n(n+1). All
-    suffixes of the text are sorted. LCP is the length of the longest common prefix of two neighbouring
-    suffixes. This is Open-Reasoner-Zero's measure. Prefix doubling sorts the suffixes in O(n log² n) (Manber
-    and Myers 1990)."""
+    """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1. Open-Reasoner-Zero logs the
+    same measure: 2 Σ LCP / n(n+1) for a text of n characters.
+
+    To compute it, sort all suffixes of the text. LCP is the length of the longest common prefix of two
+    neighbouring suffixes. Prefix doubling sorts them in O(n log² n) (Manber and Myers 1990)."""
     if not text:
         return 0.0
     n = len(text)
-    ranks, keys = [], list(text)  # ranks[k][i]: rank of the suffix at i by its first 2^k characters
+    # ranks[k][i]: rank of the suffix that starts at i, if suffixes are sorted by their first 2^k characters
+    ranks, keys = [], list(text)
     while not ranks or ranks[-1].max() < n - 1:
         rank = np.unique(keys, return_inverse=True)[1]
-        ranks.append(np.append(rank, -1))  # the empty suffix, at n, comes first
+        ranks.append(np.append(rank, -1))  # the empty suffix (it starts at n) has the lowest rank
         second_half = np.minimum(np.arange(n) + 2 ** (len(ranks) - 1), n)
         keys = rank * (n + 1) + ranks[-1][second_half]
     order = np.argsort(ranks[-1])[1:]
-    i, j = order[:-1], order[1:]  # neighbouring suffixes; the loop moves both past their common prefix
+    i, j = order[:-1], order[1:]  # neighbouring suffixes; the loop moves i and j past the common prefix
     for k in reversed(range(len(ranks))):
         common = 2**k * (ranks[k][i] == ranks[k][j])
         i, j = i + common, j + common
@@ -164,19 +172,19 @@ def repeat_score(text: str) -> float:
 
 # --- the run's folder
 
-STEP_LINE = {  # metric -> its form in the line that is printed after each step
+STEP_LINE = {  # metric -> how the line that is printed after each step shows it
     "reward": "reward {:.3f}", "response_len": "len {:.0f}", "entropy": "ent {:.2f}",
     "truncated": "trunc {:.0%}", "logp_gap/mean": "gap {:.0e}", "time/step": "{:.1f} s"}
 
 
 class Logger:
-    """Writes all files in the run's folder `out`, except for checkpoints. Only the rank with `main` writes.
+    """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
-    `start` is the first step that will be logged. If an earlier run already logged step `start` or later
-    steps, the rows of these steps move to *.old.jsonl. So no step is in a file twice. Raises UserError if the
-    folder can't be written to.
+    `start` is the first step that will be logged. If the folder already has rows of this step or later ones,
+    they are moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. Raises UserError
+    if the folder can't be written to.
 
-    Use as `with logger:`, which closes it and tells the trackers whether the run failed.
+    Use it as `with logger:`. On exit it closes the files and tells the trackers whether the run failed.
     """
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str]) -> None:
@@ -192,11 +200,11 @@ class Logger:
             raise UserError(f"can't write to {out} ({e.strerror}); needed: space and permission there, or "
                             "another --out") from None
         rows = read_metrics(out)
-        self.history = [row for row in rows if "reward" in row]  # the training steps, for guard.alarms
-        self.writer = None  # TensorBoard's, made with the first row
-        self.unwritten = []  # rows that a full disk did not take
+        self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
+        self.writer = None  # TensorBoard's SummaryWriter; created at the first row
+        self.unwritten = []  # rows that are not yet written, because the disk was full
         self.steps = self.bar("Step", cfg.steps, start)
-        self.samples = []  # of the step, for the trackers
+        self.samples = []  # rows of the current step's samples, for the trackers
         self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
 
     def __enter__(self) -> "Logger":
@@ -212,13 +220,13 @@ class Logger:
             sys.stdout.flush()
 
     def save_plan(self, plan: Mapping[str, Mapping]) -> None:
-        """Write the run's plan (tools.plan.Plan) to plan.json."""
+        """Write the predicted memory and time of the run (tools.plan.Plan) to plan.json."""
         if self.main:
             (self.out / "plan.json").write_text(json.dumps(plan, indent=1))
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}`, and append the text to alarms.jsonl. An empty text does nothing. Default
-        of `step`: the next step."""
+        """Print `!! step N: {text}`, and append the text to alarms.jsonl. If the text is empty, do nothing.
+        `step`: N; None: the next step that will be logged."""
         if text and self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -226,18 +234,18 @@ class Logger:
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors, and return this path. The tensor
-        `0.tokens` is the first pack's field `tokens`."""
+        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors. Returns this path. In the file, the
+        first pack's field `tokens` is the tensor `0.tokens`."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Clones, because save_file takes no two tensors that share memory.
+        # clone(): save_file refuses tensors that share memory.
         save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
                    for field, x in vars(p).items() if x is not None}, path)
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print the metrics of a step. After the last training step, only evaluation has
-        metrics."""
+        """Write and print the metrics of a step. The row after the last training step has only metrics of the
+        evaluation."""
         if not self.main:
             return
         row = {"step": step, **metrics}
@@ -257,27 +265,27 @@ class Logger:
             self.steps.update()
 
     def _write(self, step):
-        """Write the unwritten rows to TensorBoard and metrics.jsonl. If the disk is full, the rows are kept,
-        and the next step or `close` tries again."""
+        """Write the rows in `unwritten` to TensorBoard and metrics.jsonl. If the disk is full, keep the rows
+        and raise an alarm. The next step, or `close`, tries again."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                if self.writer is None:  # TensorBoard hides what earlier writers logged from this step on
+                if self.writer is None:  # purge_step hides rows of an interrupted run from this step on
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
-                self.writer.file_writer.add_summary(Summary(value=values), row["step"])  # one event
+                self.writer.file_writer.add_summary(Summary(value=values), row["step"])  # one event per row
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:
             self.alarm(f"can't write the metrics ({e.strerror}); they are kept until the next step", step)
-            self.writer = None  # a writer cannot be used again after an error
+            self.writer = None  # a SummaryWriter can't be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
-        """Write rows to OUT/{kind}/step_NNNNNN.jsonl; `kind` is samples or eval. Trackers get the samples
-        together with the step's metrics."""
+        """Write the rows to OUT/{kind}/step_NNNNNN.jsonl. `kind` is "samples" or "eval". The method `step`
+        later sends the rows of kind "samples" to the trackers."""
         if not self.main:
             return
         if kind == "samples":
@@ -286,19 +294,20 @@ class Logger:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
-            # A response may hold half of a surrogate pair, which UTF-8 lacks; JSON writes it as \udc80.
+            # A response may have half of a surrogate pair, which UTF-8 can't encode. It is written as \udc80.
             path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        """Returns a progress bar that counts to `total`. Only rank 0's terminal shows the bar."""
+        """Returns a progress bar that counts from `done` to `total`. Only rank 0 shows the bar, and only on a
+        terminal."""
         return tqdm(total=total, initial=done, desc=name, leave=False, dynamic_ncols=True,
                     disable=None if self.main else True)
 
     def close(self, failed: bool = False) -> None:
-        """Write the rows that are left, and close the bar, TensorBoard's file and the trackers. `failed`: an
-        error ends the run."""
+        """Write the rows in `unwritten`, then close the progress bar, the trackers and TensorBoard's file.
+        `failed`: true if an error ends the run."""
         if not self.main:
             return
         self._write(self.next_step)
@@ -311,15 +320,15 @@ class Logger:
 
 
 def _lines(rows):
-    """Returns the rows as lines of JSON. NaN and infinity become null, because JSON has neither."""
+    """Returns the rows as lines of JSON. NaN and infinity become null, because JSON has no such numbers."""
     finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
               for row in rows)
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and later ones to the end of NAME.old.jsonl. Drop a line that a crash cut
-    short. Raises OSError."""
+    """Move the rows of step `start` and later steps from the file NAME.jsonl to the end of NAME.old.jsonl. An
+    incomplete last line, left by a crash, is dropped. Raises OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -329,7 +338,8 @@ def _set_aside(path, start):
 
 
 def _append(path, row):
-    """Append the row as one line. Raises OSError; then the file is unchanged, without a part of the line."""
+    """Append the row as one line. Raises OSError if the disk is full; the file then has no part of the
+    line."""
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -339,23 +349,26 @@ def _append(path, row):
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Returns the run's metrics, one dict a step. null becomes NaN."""
+    """Returns the rows of metrics.jsonl in the folder `run`, one dict for each step. null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
             for row in read_jsonl(run / "metrics.jsonl")]
 
 
-# --- trackers: programs that --track sends the metrics to, beside TensorBoard
+# --- trackers: services for experiment tracking, to which --track sends the metrics
 
 
 class Tracker:
-    """Sends every row of metrics.jsonl once, in the order of the steps, to a program that shows runs.
+    """Sends every row of metrics.jsonl once, in the order of the steps, to a service for experiment tracking.
 
-    A file in the run's folder keeps the tracked run's id and next step. A resumed run continues the tracked
-    run, and first sends the rows that it lacks. A tracker that raises an error is stopped with an alarm, and
-    training goes on.
+    A file in the run's folder stores two values: the id that the service uses for this run, and the next step
+    to send. So a resumed run continues under the same id, and first sends the rows that are missing there. If
+    a tracker raises an error, an alarm is logged, the tracker is switched off, and training goes on.
 
-    For another program, copy WandbTracker, and add the copy to TRACKERS and configs.Tracker. Its methods are
-    `start`, which starts or continues the tracked run state["id"], `send` and `finish`.
+    To support another service, write a subclass like WandbTracker, and add it to TRACKERS and to
+    configs.Tracker. The subclass defines:
+        start   start the run with the id self.state["id"] at the service, or continue it
+        send    send one row
+        finish  end the run
     """
 
     def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], resumed: bool,
@@ -370,7 +383,8 @@ class Tracker:
             self.step(row, [])
 
     def _attempt(self, action, *arguments):
-        """Call `action`. Anything that it raises is an alarm: a network or a disk must not end the run."""
+        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off. A
+        failing network or disk must not end the training run."""
         try:
             action(*arguments)
         except Exception as e:
@@ -380,36 +394,37 @@ class Tracker:
                        "resumed run sends it the steps after this one")
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics, and samples if any were saved. A resumed run repeats the steps after its
-        checkpoint; they are not sent again."""
+        """Send a step's metrics, and its samples if they were saved. A step that was sent before a resume is
+        not sent again."""
         if row["step"] >= self.state["next_step"] and not self.failed:
-            # Written before the row is sent, so a crash between the two loses a row and repeats none.
+            # The next step is written before the row is sent. A crash between the two loses one row; the
+            # other order could send a row twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
             self._attempt(self.send, row, samples)
 
     def close(self, run_failed: bool) -> None:
-        """End the tracked run. Waits for its uploads."""
+        """End the run at the service. Waits for its uploads."""
         if not self.failed:
             self._attempt(self.finish, run_failed)
 
 
 class WandbTracker(Tracker):
-    """A run at Weights & Biases. The user can set the environment variables of wandb, such as WANDB_PROJECT
-    and WANDB_MODE=offline. ENVIRONMENT has the defaults that torz uses for some of these variables."""
+    """Sends metrics and samples to Weights & Biases. Users can set wandb's environment variables, such as
+    WANDB_PROJECT and WANDB_MODE=offline. ENVIRONMENT has our defaults for some of these variables."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
-        "WANDB_CONSOLE": "off",  # otherwise it takes over stdout, and with it the progress bars
+        "WANDB_CONSOLE": "off",  # otherwise wandb captures stdout and breaks the progress bars
         "WANDB_QUIET": "true",
-        "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise the end of a run waits for the network for ever
-        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds of metrics that a killed run may lose
+        "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise wandb waits without limit for a broken network
+        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses this much of its metrics
     }
     COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
-    SAMPLES = 512  # largest number of samples that are sent a step
+    SAMPLES = 512  # at most this number of samples is sent for each step
 
     def start(self) -> None:
-        """Start or continue the run."""
+        """Start the run at wandb, or continue it."""
         import wandb
 
         for key, value in self.ENVIRONMENT.items():
@@ -425,10 +440,10 @@ class WandbTracker(Tracker):
         if samples:
             table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        self.run.log(values, step=row["step"], commit=True)  # otherwise wandb waits for the next step
+        self.run.log(values, step=row["step"], commit=True)  # without it, wandb holds the row until the next
 
     def finish(self, run_failed: bool) -> None:
-        """End the run."""
+        """End the run at wandb."""
         self.run.finish(exit_code=int(run_failed))
 
 
