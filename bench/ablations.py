@@ -1,16 +1,22 @@
-"""Tests recipes, and what papers claim of them, on a laptop: many short runs, compared seed by seed.
+"""Tests papers' claims about RL recipes with many short runs on a laptop.
 
     python -m bench.ablations [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
-    python -m bench.ablations --report                     # only the tables, from the runs so far
-    python -m bench.ablations --vary my.py:advantage       # your function against the reference, on all tasks
+    python -m bench.ablations --report                     # train nothing: tables of the finished runs
+    python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
-A run that is in bench/results/ablations.jsonl is not made again, so the same command goes on where it was
-interrupted. Seed 0 of everything comes first, then seed 1. `--part core` is what decides most claims, `all`
-the whole matrix, `power` ten seeds of both references, and `stability` thirty of them on the hardest task.
+--part chooses the runs:
+    core        the variants that decide most claims
+    all         all variants
+    power       grpo and ppo with ten seeds
+    stability   grpo and ppo with thirty seeds, on the hardest task
 
-A variant is compared with its reference on the same seeds: the difference of held-out accuracy after the last
-step, its mean over the seeds, and a 95 % interval (Student's t). All runs of a task start from one base
-model. The tables go to bench/results/ablations.md.
+A variant is a reference recipe with other flags or with a patched function. It is compared with its reference
+on the same seeds, by held-out accuracy after the last step. The tables show the mean difference and its 95 %
+interval (Student's t). All runs of a task start from the same base model.
+
+Finished runs are kept in bench/results/ablations.jsonl. So after an interruption the same command makes only
+the missing runs. All variants run with seed 0 first, then with seed 1. The tables go to
+bench/results/ablations.md.
 """
 
 from __future__ import annotations
@@ -47,10 +53,10 @@ from engines import torch_engine
 from log import read_metrics
 from tools import tiny
 
-VARIED = ROOT / "runs/ablations-vary.jsonl"  # runs of --vary
+VARIED = ROOT / "runs/ablations-vary.jsonl"  # results of the runs of --vary
 STEPS = 30
-HARDEST = "think"  # hardest task that is learnt in STEPS steps
-TASKS = {  # flags of a task's runs, and the reward that counts as reached
+HARDEST = "think"  # the hardest task that is learnt in STEPS steps
+TASKS = {  # task -> flags of the task's runs, and the threshold for `steps_to`
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
     "product": (dict(max_response_len=72), 0.3),
@@ -64,18 +70,18 @@ REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
               "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
 
-# --- faults and changes that no flag makes: each changes a function, in the process of one run
+# --- faults and changes that no flag makes: each function patches the code, in the process of one run
 
 
 def flip_sign(cfg: Config) -> None:
-    """A wrong estimator: the advantage has the wrong sign."""
+    """Makes the estimator wrong: negates every advantage."""
     right = train.add_group_advantages
     train.add_group_advantages = lambda samples, cfg: [
         replace(s, advantage=-s.advantage) for s in right(samples, cfg)]
 
 
 def pack_mean(cfg: Config) -> None:
-    """A wrong estimator: the mean of the packs' means, instead of the mean over the update's tokens."""
+    """Makes the estimator wrong: takes the mean of the packs' means, not one mean over the update."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -90,14 +96,16 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """A wrong estimator: the old log-probs carry a gradient, which cancels the new log-probs' gradient."""
+    """Makes the estimator wrong: does not detach the old log-probs. Their gradient cancels the gradient of
+    the new log-probs."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """The engine samples with the weights of `stale` steps ago and with noise of `nats` on each logit. The
-    evaluation after the last step has neither."""
+    """Makes the engine differ from the trainer. The engine samples with the weights of `stale` steps ago. It
+    adds Gaussian noise to each logit; `nats` is the noise's standard deviation. The evaluation after the last
+    step uses the newest weights and no noise."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -114,7 +122,9 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 
 def sequence_weight(cfg: Config, **gap: float) -> None:
-    """Corrects the engine's mismatch by one weight a response, at most --tis_clip."""
+    """Corrects the difference between engine and trainer by one importance weight per response. The weight is
+    the trainer's probability of the response divided by the engine's, at most --tis_clip. `gap`: arguments of
+    engine_gap."""
     def weight(logp, p, cfg):
         segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         log_ratio = grpo._segment_sum(torch.where(p.mask, logp - p.engine_logp, 0), segment)
@@ -125,7 +135,8 @@ def sequence_weight(cfg: Config, **gap: float) -> None:
 
 
 def wrong_grades(cfg: Config, share: float) -> None:
-    """Inverts a share of the training rewards. Evaluation rewards stay right."""
+    """Replaces the reward r of a random share of the training samples by 1 - r. Evaluation rewards stay
+    right."""
     right = train.rollout
 
     def rollout(*args):
@@ -139,14 +150,15 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces a function of the reference by a function of the fork's file. text: hash of the file."""
+    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). text: hash of the
+    file. It is not used here, but it enters key_of: an edited file is a new variant."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     setattr(*HOOKS[name], getattr(module, name))
 
 
-# Functions that --vary FILE:NAME may replace: name in the file -> module and function here.
+# Functions that --vary FILE:NAME may replace: NAME -> module and function that it replaces.
 HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
          "token_weights": (grpo, "token_weights"), "mismatch_weight": (train, "mismatch_weight"),
          "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
@@ -156,9 +168,14 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A variant: its reference, the flags that differ, and optionally a function with arguments that patches
-    the code. With four updates a step the ratio moves and clips have an effect. Recipes with clips are
-    compared with grpo-4."""
+    """A variant of a reference recipe.
+
+    reference: name in REFERENCES.
+    flags: settings that differ from the reference.
+    patch, args: a function that patches the code, and its arguments; None: the code is not patched.
+
+    Recipes that differ in their clipping have the reference grpo-4, which makes four updates a step. With one
+    update a step the ratio stays 1, so clipping has no effect."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -167,19 +184,20 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """A member of the GRPO family: the preset's fields that differ from GRPO."""
+    """Returns a member of the GRPO family as a variant: the preset's fields in which the family differs, and
+    `flags`."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
-    """GRPO with an engine that differs from the trainer. The flags name the correction; without flags there
-    is none."""
+    """Returns GRPO with an engine that differs from the trainer (engine_gap). `flags` may turn on a
+    correction. Without flags there is no correction."""
     return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
 
 
 DAPO = dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
-CORE = {  # the most decisive first
+CORE = {  # variants of --part core; the variants that decide most come first
     "grpo": Variant("grpo"),
     "ppo": Variant("ppo"),
     "wrong-sign": Variant("grpo", {}, flip_sign),
@@ -210,7 +228,7 @@ CORE = {  # the most decisive first
 
 
 def matrix() -> dict[str, Variant]:
-    """Returns all variants, core variants first."""
+    """Returns name -> variant for all variants. The variants of CORE come first."""
     found = dict(CORE)
     for x in (0.9, 0.99):
         found[f"lam-{x}"] = Variant("ppo", dict(lam=x))
@@ -254,12 +272,14 @@ def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
                    data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",))
 
 
-NO_CHANGE = ("recompute",)  # settings that change the speed of a run, not its numbers
+NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its results
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns a hash of a run's non-default settings and its code change. Paths do not count. A setting that
-    is new in configs.py does not change the hash."""
+    """Returns a hash of a run's settings and patch. It identifies the run among the runs of a base model.
+
+    Left out are paths, NO_CHANGE, and settings with their default value. So a new setting in configs.py does
+    not change the hash of a finished run."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -270,7 +290,8 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run in a new process and writes its figures to `file`."""
+    """Trains one run in this process and writes its results to `file`. train_all forks a process for each
+    run, so a patch changes this run only."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -290,7 +311,7 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
             with run.lock, run.log:
                 train.train(run)
             run.grader.close()
-        except UserError as e:  # the run stopped itself
+        except UserError as e:  # the run refused to continue
             error = str(e)
         found = figures(Path(cfg.out)) | {"error": error, "samples": sum(sampled)}
         found["cpu_seconds"] = round(time.process_time() - start, 1)
@@ -303,7 +324,11 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns the stored figures of a run: accuracies, curves, alarms."""
+    """Returns a run's results.
+
+    base, accuracy: held-out accuracy before the first step and after the last; None if not measured.
+    names in KEPT: a list with one value per step.
+    alarms: the first 20 alarms as (step, text)."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -315,7 +340,7 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
-    """Trains all runs, `jobs` at a time. Appends each finished run as a line to `results`."""
+    """Trains the runs in `waiting`, `jobs` at a time. Appends each finished run as a line to `results`."""
     began = time.monotonic()
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
@@ -328,7 +353,8 @@ def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: P
 
 
 def keep(name: dict, file: Path, status: int, results: Path) -> str:
-    """Appends a run's figures to the results. Returns a line about the run."""
+    """Appends a run's results to the file `results`. Returns a line about the run, or the end of its log if
+    it failed. `name`: task, variant, seed and hashes of the run. `status`: exit status of its process."""
     run = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
         return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
@@ -347,7 +373,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 
 class Estimate(NamedTuple):
-    """A mean over n seeds and half the width of its 95 % interval; infinite for one seed."""
+    """The mean of n values, and half the width of its 95 % interval. For n = 1 the width is infinite."""
 
     mean: float
     half: float
@@ -360,7 +386,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns mean and Student's interval of at most 30 independent values. Ignores None."""
+    """Returns the mean of at most 30 independent values, and its 95 % interval by Student's t."""
     n = len(values)
     half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
@@ -378,14 +404,15 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run stopped itself, or ended below half of its best reward (means of five steps)."""
+    """Returns whether a run ended before its last step, or with a reward below half of its best reward.
+    Rewards are means of five steps here."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the alarms up to the step at which a run lost half of its best reward for good; else all
-    alarms."""
+    """Returns the texts of a run's alarms before its collapse, or of all alarms if it did not collapse. The
+    collapse begins after the last five steps whose mean reward is at least half of the best."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -393,13 +420,13 @@ def alarms_before(row: dict) -> list[str]:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step at which the mean reward of three steps reaches `threshold`; else the run's
-    length."""
+    """Returns the first step at which the mean reward of the last three steps is at least `threshold`, or
+    STEPS if there is none."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
 
-MEASURES = {  # the number of a run that a claim compares
+MEASURES = {  # numbers that claims compare: name -> function of a run's results and its task
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
     "steps": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
@@ -408,12 +435,13 @@ MEASURES = {  # the number of a run that a claim compares
     "entropy": lambda row, task: last(row["entropy"]),
     "collapsed": lambda row, task: float(collapsed(row)),
 }
-Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> row
+Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> results of the run
 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns a variant's measure minus the reference's, paired by seed; None if no seed has both."""
+    """Returns the mean of `measure` of the variant minus `measure` of the reference, over the seeds that both
+    have. Returns None if there is no such seed."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
@@ -422,7 +450,7 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 def seeds_needed(deviation: float, gap: float = 0.02) -> int:
     """Returns the number of seeds that show a difference of `gap` at the 5 % level with 80 % power.
-    `deviation` is the standard deviation of paired differences: n = ((1.96 + 0.84) deviation / gap)²."""
+    `deviation` is the standard deviation of the difference: n = ((1.96 + 0.84) deviation / gap)²."""
     return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
 
@@ -430,8 +458,11 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 
 
 class Claim(NamedTuple):
-    """A paper's claim: a variant's measure is higher (sign 1) or lower than a reference's. why: possible
-    causes of a disagreement here; unclear: why no task can decide."""
+    """A claim: `measure` of the variant is higher (sign 1) or lower (sign -1) than that of the reference.
+
+    source: the paper, or "ours".
+    why: a possible cause if the results here disagree.
+    unclear: the reason if no task can decide the claim."""
 
     text: str
     source: str
@@ -449,8 +480,8 @@ CLAIMS = (
     Claim("a KL penalty hurts", f"{ORZ}, ablations", "kl-loss-0.1", "ppo", -1),
     Claim("PPO collapses less than GRPO", f"{ORZ}, key findings", "ppo", "grpo", -1, "collapsed"),
     Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1, why="The critic starts with "
-          "a random head and has 30 steps to learn; ORZ's has hundreds. With three steps of its own first "
-          "(critic-warm-up), or with fewer updates (critic-1), PPO ends elsewhere: see the claims on those."),
+          "a random head and learns for 30 steps; ORZ's critic learns for hundreds. PPO's accuracy depends "
+          "on the critic's training: see the claims about critic-warm-up and critic-1."),
     Claim("12 critic updates are better than 1", f"{ORZ}, settings", "ppo", "critic-1", 1),
     Claim("a critic that learns first helps", "VC-PPO 2503.01491", "critic-warm-up", "ppo", 1),
     Claim("GRPO's mean over responses makes wrong responses longer", f"{DR}, sec. 3.1", "grpo", "dr-grpo", 1,
@@ -465,8 +496,8 @@ CLAIMS = (
     Claim("dynamic sampling takes more samples", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", 1, "samples"),
     Claim("DAPO's four parts together raise accuracy", f"{DAPO_PAPER}, tab. 1", "dapo", "grpo-4", 1),
     Claim("a ratio of the sequence raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
-          why="Its clip of 0.0003 is for long responses and small learning rates. Here it stops the gradient "
-          "of a third of the tokens."),
+          why="GSPO's clip range of 0.0003 is for long responses and small learning rates. Here it stops the "
+          "gradient of a third of the tokens."),
     Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1, "steps"),
     Claim("weights that are 4 steps old hurt", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
     Claim("truncated weights repair stale weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
@@ -476,14 +507,15 @@ CLAIMS = (
     *(Claim("a wrong estimator falls behind", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
     Claim("a wrong estimator falls behind", "ours", "wrong-pack-mean", "grpo", -1,
-          unclear="Packs have nearly equal numbers of responses, in random order, so the mean of the packs' "
-          "means is nearly the right one. tests/test_ranks.py, which compares gradients, finds it."),
+          unclear="All packs have nearly the same number of responses, in random order. So the mean of the "
+          "packs' means is nearly the right mean. tests/test_ranks.py compares gradients and finds the "
+          "error."),
 )
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns whether the 95 % interval of a difference lies on the claim's side of 0. Two seeds are too few,
-    because they may be equal by chance."""
+    """Returns "agrees" or "**disagrees**" by the sign of the difference, or "can't tell" if its 95 % interval
+    contains 0. Two seeds can't tell, because they may agree by chance."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -498,8 +530,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns one row per claim and task that has runs. Below: possible causes of disagreements, undecidable
-    claims with reasons, and missing runs."""
+    """Returns the lines of a table with one row per claim and task. Notes follow: possible causes of
+    disagreements, claims that no task can decide, and claims whose runs are missing."""
     rows, notes, missing = [], [], []
     for claim in CLAIMS:
         verdicts = set()
@@ -513,16 +545,17 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             rows.append((claim.text, claim.source, task, compared, found, found.n, said))
             verdicts.add(said)
             if said == "**disagrees**":
-                notes.append(f"- {task}, not so: {claim.text}. {claim.why or 'Why is open.'}")
+                notes.append(f"- {task} disagrees: {claim.text}. {claim.why or 'The cause is unknown.'}")
         if claim.unclear and verdicts == {"can't tell"}:
-            notes.append(f"- no task can tell: {claim.text} ({claim.variant}). {claim.unclear}")
+            notes.append(f"- No task can tell: {claim.text} ({claim.variant}). {claim.unclear}")
     head = ("claim", "source", "task", "measured", "difference", "seeds", "verdict")
     return [*table(head, rows), "", *notes, "",
-            f"Claims that were not tested, because of missing runs: {'; '.join(missing) or 'none'}."]
+            f"Claims that were not tested, because runs are missing: {'; '.join(missing) or 'none'}."]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    """Returns one row per variant: means over the seeds, and the paired difference to the reference."""
+    """Returns the lines of a table with one row per variant: means over the seeds, and the difference to the
+    reference on equal seeds."""
     rows = []
     for name, variant in variants.items():
         found = list(runs.get((task, name), {}).values())
@@ -532,7 +565,7 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
         accuracy = [MEASURES["accuracy"](row, task) for row in found]
         spread = f"{stdev(accuracy):.3f}" if len(found) > 1 else "–"
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
-        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # where no response was right
+        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # NaN: a run without steps
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
@@ -542,12 +575,13 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
 
 
 RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline",
-           "grpo-4", "gspo", "cispo", "dapo")  # as in the presets; from grpo-4 on four updates a step
+           "grpo-4", "gspo", "cispo", "dapo")  # grpo-4 and the names after it make four updates a step
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns one row per task and recipe: its accuracy, and the recipes from which it differs significantly
-    (95 % interval). Below: the number of such pairs."""
+    """Returns the lines of a table with one row per task and recipe: the recipe's accuracy, and the recipes
+    that it is clearly above or below (the 95 % interval of the difference excludes 0). Below the table, one
+    line per task counts the pairs of recipes that differ clearly."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
@@ -565,8 +599,9 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns one row per task and recipe with 20 seeds or more: how often runs collapsed, and the alarms
-    before."""
+    """Returns the lines of a table with one row per task and recipe that has 20 seeds or more. A row has the
+    number of collapsed runs, the most frequent alarms before the collapse, and the alarms of the other
+    runs."""
     rows = []
     for task in tasks:
         for name in ("grpo", "ppo"):
@@ -576,13 +611,14 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             lost = [row for row in found if collapsed(row)]
             kept = [row for row in found if not collapsed(row)]
             rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
-    head = ("task", "recipe", "seeds", "collapsed", "alarms before", "alarms of the others")
+    head = ("task", "recipe", "seeds", "collapsed", "alarms before the collapse",
+            "alarms of the other runs")
     return table(head, rows) if rows else ["Not run."]
 
 
 def alarm_kinds(rows: Sequence[dict]) -> str:
-    """Returns the most frequent kinds of `alarms_before` with their numbers of runs. An alarm's kind is its
-    text up to the first comma or semicolon, without numbers."""
+    """Returns the four most frequent kinds of alarms in `alarms_before`, each with the number of runs that
+    had it. An alarm's kind is its text up to the first comma or semicolon, with N in place of numbers."""
     kinds = Counter()
     for row in rows:
         kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
@@ -591,7 +627,8 @@ def alarm_kinds(rows: Sequence[dict]) -> str:
 
 
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
-    """Returns each task's noise: standard deviations of a recipe over seeds, and of paired differences."""
+    """Returns the lines of a table with one row per task and reference: the standard deviation of accuracy
+    over seeds, the deviation of paired differences, and the seeds that a difference of 2 points needs."""
     rows = []
     for task in tasks:
         for reference in REFERENCES:
@@ -601,7 +638,7 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             halves = [gap.half * math.sqrt(gap.n) / T_975[gap.n - 2] for name, v in variants.items()
                       if v.reference == reference and name != reference
                       and (gap := difference(runs, task, name, reference)) and gap.n > 2]
-            paired = median(halves) if halves else None  # the median, because some variants diverge
+            paired = median(halves) if halves else None  # not the mean: some variants diverge
             own = stdev(found)
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
             rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
@@ -622,21 +659,25 @@ def report(runs: Runs) -> str:
     seconds = fmean(r["cpu_seconds"] for found in rows.values() for r in found)
     lines = [
         "# Claims, tested on tasks for a laptop", "",
-        f"`python -m bench.ablations` made this. {made} of the {planned} runs of `--part all --seeds 5` are "
-        "made; what has no row or no seeds was not run.", "",
-        f"A run has {STEPS} steps of {REFERENCE.samples_per_step} samples. Its accuracy is that on 512 "
-        "held-out problems, two samples each at temperature 1, after the last step. ± is a 95 % interval; "
-        "a difference is between runs of equal seeds. A task has one base model for all its runs; "
-        "other base models may differ. One in 20 intervals misses 0 by chance. A run collapsed if its last "
-        "rewards are below half of its best. Rewards, and the steps to one, count wrong grades as given.", "",
+        f"`python -m bench.ablations` wrote this file. {made} of the {planned} runs of `--part all --seeds "
+        "5` are finished. A variant without a row has no finished run.", "",
+        f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
+        "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
+        "- A difference is the mean over pairs of runs with equal seeds.",
+        "- ± is a 95 % interval. Without a true difference, one interval in 20 excludes 0 by chance.",
+        "- All runs of a task start from one base model. Another base model may give other results.",
+        "- A run collapsed if it ended early, or if its last reward is below half of its best reward. Both "
+        "are means of five steps.",
+        "- The rewards of the `wrong-grades` variants include the wrong grades. Their accuracy does not.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "", *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "The GRPO family with the reference's other settings, and PPO; means with 95 % intervals. Those from "
-        "grpo-4 on make four updates a step, the others one. Pairs of equal seeds are compared.", "",
+        "The recipes are PPO and the GRPO family. A recipe sets what defines it. All other settings are the "
+        "reference's. grpo-4, gspo, cispo and dapo make four policy updates a step; the others make one. The "
+        "accuracy is a mean over seeds with a 95 % interval. Two recipes are compared on equal seeds.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "", *stability_table(runs, tasks), "",
-        "## Noise, and the seeds that show a difference of 2 points", "", *power_table(runs, tasks, variants)]
+        "## Noise, and how many seeds show a difference of 2 points", "", *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"
@@ -651,8 +692,11 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
-    """Returns the finished runs of `keys`, (task, variant, seed) -> settings, from base models with these
-    weights. A task without weights takes those of its newest run. vary: include runs of --vary."""
+    """Returns the finished runs that have these settings and base models.
+
+    keys: (task, variant, seed) -> hash of the settings, by key_of.
+    weights: task -> hash of the base model, by weights_of. A task that is missing gets its newest run's.
+    vary: whether to read the runs of --vary too."""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -663,7 +707,8 @@ def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], va
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """Returns the reference and the fork's variant. Raises UserError if the file has no such function."""
+    """Returns the variants of --vary: the reference, and the reference with the user's function. spec:
+    FILE.py:FUNCTION. Raises UserError if the file is missing or HOOKS has no such function."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
@@ -675,7 +720,7 @@ def varied(spec: str) -> dict[str, Variant]:
 
 
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
-    """Returns the variants that the command line asks for, and their number of seeds."""
+    """Returns the variants that the command line chooses, and the number of seeds of each."""
     if args.vary:
         return varied(args.vary), args.seeds
     if args.part in ("power", "stability"):
@@ -692,12 +737,12 @@ def tasks_of(runs: Runs) -> list[str]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="core", choices=("core", "all", "power", "stability"))
-    parser.add_argument("--tasks", nargs="*", choices=TASKS, help=f"default: all; stability: {HARDEST}")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant and task, at most 30")
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, help=f"default: all; for stability: {HARDEST}")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
-    parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--only", nargs="*", help="names of the variants to run")
     parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, compared with the reference")
-    parser.add_argument("--report", action="store_true", help="make no runs")
+    parser.add_argument("--report", action="store_true", help="train nothing, only write the tables")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
     args = parser.parse_args()
     require(1 <= args.seeds <= 30, f"--seeds {args.seeds}", "1 to 30")
@@ -710,14 +755,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """Returns (task, variant, seed) -> settings and variant of all possible runs; seed 0 of everything first.
-    base: task -> folder of its base model."""
+    """Returns (task, variant, seed) -> (config, variant) for 30 seeds of everything. All runs with seed 0
+    come first. base: task -> folder of the task's base model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 
 
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
-    """Trains the missing runs, two at a time. Returns all runs of the plan."""
+    """Trains the wanted runs that are missing, --jobs at a time. Returns all finished runs of the plan.
+
+    plan: from plan_of. keys: (task, variant, seed) -> hash of the settings. wanted: the variants to run."""
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
     runs, waiting = read_runs(keys, weights, bool(args.vary)), []
