@@ -1,1 +1,1 @@
-"""Engines: each samples responses with the policy's weights. engine.py has the contract."""
+"""The engines, which sample responses with the policy's weights. engine.py has their base class."""

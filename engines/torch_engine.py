@@ -1,21 +1,24 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests. It needs no vLLM.
 
-Responses are decoded in waves of at most `max_num_seqs`, longest prompts first. A row of the batch is a
-*prefix*, and responses that are equal so far share a row. All samples of a prompt start in one row; they part
-where their tokens differ. Rows of finished responses are dropped. With two samples of prompt `p q` and one of
-`r`:
+At most `max_num_seqs` responses are decoded at once. Such a batch is called a wave. The requests with the
+longest prompts are in the first wave.
 
-    step   responses          rows (prefixes)      where (row of each response)
-    0      1: -  2: -  3: -   p q | r              0 0 1
-    1      1: a  2: a  3: x   p q a | r x          0 0 1
-    2      1: b  2: c  3: y   p q a b | r x y | p q a c        0 2 1
-    3      1: .  2: d  3: z   p q a c d | r x y z  (1 ended)   0 1     (2 and 3 are left)
+Responses whose tokens are equal so far share a row of the KV cache. So all samples of a prompt start in the
+same row. When their next tokens differ, the row is copied. When a response ends, its row is dropped. In this
+example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
 
-Prompts are padded on the left so that they end in one column. So at each step all rows write the same column:
+    step   sampled tokens      rows of the cache (| separates rows)   row of each response (`where`)
+    0      -                   p q | r                                1: 0   2: 0   3: 1
+    1      1: a  2: a  3: x    p q a | r x                            1: 0   2: 0   3: 1
+    2      1: b  2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
+    3      1: .  2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
+
+Prompts are padded on the left, so that all prompts end in the same column of the cache. Then all rows write
+the same column in each step. The dots are padding, which `Cache.allowed` masks:
 
     column      0 1 2 3 4 5
-    prompt A    p q r s a b      the dots are padding, which `allowed` masks
-    prompt B    . . t u x y
+    row 0       p q r s a b      prompt p q r s, response a b
+    row 1       . . t u x y      prompt t u, response x y
 """
 
 from __future__ import annotations
@@ -32,27 +35,36 @@ from model import Policy, Segments, has_window, rms_norm
 
 
 class Cache:
-    """Keys and values of up to `capacity` rows: for each layer (2, capacity, Hkv, columns, d)."""
+    """The KV cache. A row has the tokens of a prompt and of its response so far. A column is one token.
+
+    Shape for each layer: (2, capacity, Hkv, columns, d), where 2 is keys and values, capacity is the largest
+    number of rows, Hkv is the number of key heads, and d is the size of a head."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """Allocate memory. lengths (R,): tokens of the prompts in the first R rows. steps: tokens that are
-        sampled after a prompt. like: a tensor with the cache's dtype and device."""
+        """Allocate memory for R rows, one for each distinct prompt, that may become `capacity` rows.
+
+        lengths (R,): number of tokens of each prompt. steps: largest number of tokens that are sampled after
+        a prompt. like: a tensor with the cache's dtype and device."""
         self.rows, self.width = len(lengths), int(lengths.max())
-        self.column = self.width  # where a decoding step writes
+        self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # Zeros, because new memory may contain NaN. A masked value is multiplied by 0, and 0 x NaN is NaN.
+        # Zeros, because new memory may contain NaN. A masked value is multiplied by 0, and 0 × NaN is NaN.
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.allowed = None  # (capacity, 1, 1, columns); None: all prompts are equally long
+        # (capacity, 1, 1, columns) bool, false at padding. None: no padding, because all prompts are equally
+        # long.
+        self.allowed = None
         if int(lengths.min()) < self.width:
             padding = lengths.new_zeros(capacity)
             padding[:self.rows] = self.width - lengths
             column = torch.arange(self.width + steps, device=like.device)
             self.allowed = (column >= padding[:, None])[:, None, None]
-        self.prefill = None  # in a prefill: (row, column) of each token of the pack
+        # During a prefill: two tensors (T,), the row and the column of each prompt token. Otherwise None.
+        self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store keys and values: (1, Hkv, T, d) in a prefill, (R, Hkv, 1, d) in a decoding step."""
+        """Store new keys and values. Their shape is (1, Hkv, T, d) in a prefill of T prompt tokens, and
+        (R, Hkv, 1, d) in a decoding step of R rows."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -61,19 +73,22 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns 1. the keys and 2. the values up to the current column, and 3. the mask of the columns that
-        each row may see, or None for all. window: number of last columns to return; None: all columns."""
+        """Returns 1. keys and 2. values up to the current column; 3. the part of `allowed` for these columns,
+        or None without padding. `window`: return only this number of last columns; None: all columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Compact the cache to the sorted rows `parents` (n,), which may repeat. Returns their new indices
-        (n,), all below n. A row moves only if its index is n or more; a repeated row is copied."""
+        """Keep only the rows `parents` (n,), and copy a row that occurs several times in `parents`. Returns
+        the new index of each entry of `parents`, (n,), all below n.
+
+        `parents` must be sorted. As few rows as possible are copied: an entry keeps its place if its index is
+        below n and if it is the first of equal entries."""
         n = self.rows = len(parents)
         stays = parents < n
-        stays[1:] &= parents[1:] != parents[:-1]  # only the first of equal parents
+        stays[1:] &= parents[1:] != parents[:-1]
         is_free = torch.ones_like(stays)
         is_free[parents[stays]] = False
         source, target = parents[~stays], is_free.nonzero()[:, 0]
@@ -85,23 +100,23 @@ class Cache:
         return parents.masked_scatter(~stays, target)
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types whose layers FusedDecoder knows
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDecoder can compute itself
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's modules: one matrix product for query,
-    key and value, one for gate and up, and no batch dimension. This helps because a small model on a CPU
-    spends half of its time between operations.
+    """Computes a decoding step with fewer operations than the model's own modules. It computes query, key and
+    value with one matrix product, and gate and up with another one. This is faster, because a small model on
+    a CPU spends half of its time between operations.
 
-    Models of other types than LLAMA_LIKE, and models with sliding windows, run through their own modules."""
+    For model types outside LLAMA_LIKE and for models with sliding windows, it calls the model's modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
         self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
-        """Prepare for a wave of responses: concatenate the loaded weights, and compute the rotary tables for
-        positions 0 to `positions` - 1."""
+        """Prepare for a wave (see the top of this file). Concatenate the current weights. Compute the tables
+        of the rotary embedding for positions 0 to `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -112,8 +127,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D) of tokens (R,) at positions (R,). Writes keys and values to
-        column `cache.column`."""
+        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache. Writes
+        the keys and values of these tokens to column `cache.column`. tokens, positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -126,7 +141,8 @@ class FusedDecoder:
         return rms_norm(self.policy.model.norm, x)
 
     def _attention(self, attention, heads, cos, sin, cache, i):
-        """Returns the output (R, D) of attention in layer i. heads: queries, keys and values side by side."""
+        """Returns the output (R, D) of the attention of layer i. heads (R, (H + 2 Hkv) d): query, key and
+        value of each row, concatenated."""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
@@ -136,7 +152,8 @@ class FusedDecoder:
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         cache.write(i, qk[:, -kv:, None], value[:, :, None])
         key, value, allowed = cache.read(i)
-        # For one query a row, batched products are faster on a CPU than scaled_dot_product_attention.
+        # Each row has one query. On a CPU, two matrix products are then faster than
+        # scaled_dot_product_attention.
         query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
         scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, columns)
         if allowed is not None:
@@ -146,15 +163,15 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias of one linear layer that replaces the linear layers `names` of `module`. Its
-    output is their outputs side by side."""
+    """Returns the weight and bias (or None) of one linear layer that computes several linear layers at once:
+    its output is the concatenation of their outputs. names: attributes of `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
 
 
 class TorchEngine(Engine):
-    """Batched decoding with a static cache; see the top of this file."""
+    """The engine in plain PyTorch; see the top of this file."""
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
@@ -181,8 +198,10 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key)
 
     def _wave(self, wave, requests, limits, temperature, key):
-        """Decodes the requests `wave` (keys) together. Yields each response when it ends. In the code, B is
-        the number of responses that have not ended, and `where` (B,) is the cache row of each of them."""
+        """Decodes the requests with the keys `wave` as one batch. Yields each response when it ends.
+
+        In the code, B is the number of unfinished responses, and where[j] is the cache row of unfinished
+        response j."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -208,9 +227,10 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            if done or cache.rows < len(where):  # the rows change
-                # Responses that share a row and took the same token keep sharing a row. Each other token
-                # starts a new row.
+            # The rows may change if a response has ended, or if several responses share a row.
+            if done or cache.rows < len(where):
+                # Responses with the same row and the same new token share a row again. So each distinct pair
+                # (row, token) gets one row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t  # the column of the tokens that were just sampled
@@ -218,12 +238,13 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on `prompts` (tuples of tokens), in packs of about pack_len tokens. Equal prompts
-        share a row of the cache. Returns:
-
+        """Runs the model on `prompts` (tuples of tokens), with about --pack_len tokens in each forward pass.
+        Equal prompts share a row of the cache. Returns
         1. the cache, with R rows, one for each distinct prompt;
         2. the row of each prompt (B,);
-        3. the hidden state of the last token of each row (R, D)."""
+        3. the hidden state of each row's last token (R, D).
+
+        steps: largest number of tokens that are sampled after a prompt."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -244,8 +265,9 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,): whether `token` is an end token or completes a stop string. Text is decoded only
-        where the token could complete a stop string."""
+        """Returns (B,) bool: true if `token`, the token sampled in step t, is EOS or completes a stop string.
+        token (B,); ids (B, steps): all tokens sampled so far. Decoding text is slow, so text is decoded only
+        if `may_stop` is true for the token."""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -257,9 +279,11 @@ class TorchEngine(Engine):
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns 1. tokens (B,) drawn from softmax(logits / temperature) and 2. their log-probs (B,) in nats. A
-    token is the point where the cumulative distribution reaches the uniform number u (B,). Temperature 0
-    takes the likeliest token."""
+    """Returns 1. tokens (B,) drawn from softmax(logits / temperature); 2. their log-probs (B,) in nats.
+    Temperature 0 takes the token with the highest logit.
+
+    u (B,): uniform random numbers in [0, 1). The sampled token is the first one whose cumulative probability
+    is above u."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -272,16 +296,17 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns (count,) uniform numbers in [0, 1), a function of the key. With a larger count the first
-    numbers stay the same."""
+    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. A larger count appends
+    numbers and does not change the first ones."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
 def _may_stop(tokenizer, vocabulary, stop):
-    """Returns for each token of the vocabulary whether a stop string can end inside the token's text."""
+    """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token's
+    text."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    if not all(s.isascii() for s in stop):  # a token with part of a character is decoded as this one
+    if not all(s.isascii() for s in stop):  # a token with a part of a character is decoded to this character
         tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

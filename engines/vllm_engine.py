@@ -1,13 +1,15 @@
-"""vLLM inside the training rank. All contact with vLLM is here; vllm is imported when an engine is made.
+"""An engine that runs vLLM inside each training rank. Only this file imports vllm, when an engine is created.
 
-The engine holds the device while it is awake. Asleep (vLLM's level 2) it keeps no weights; they are loaded
-again at each step. The order in `load` keeps the peak of memory low:
+Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
+and no KV cache, so each step loads the weights again. `load` works in this order, to keep peak memory low:
 
-    asleep -> allocate weights -> stream the policy's weights in -> free what was gathered -> allocate the KV
-    cache -> awake
+    1. Allocate memory for the engine's weights.
+    2. Copy the policy's weights there, one by one.
+    3. Free the memory that gathering these weights took.
+    4. Allocate the KV cache.
 
-Other versions than vLLM 0.32 are refused. Asleep at level 2, 0.26 loses state that is made once with the KV
-cache; 0.32 keeps it. No other version was tested.
+Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state while it sleeps at level 2: state that is
+created only once, together with the KV cache. 0.32 keeps this state. Other versions were not tested.
 """
 
 import contextlib
@@ -21,19 +23,21 @@ import torch
 from configs import UserError, require
 from engine import Engine, free_cache
 
-VERSION = "0.32"  # the vLLM that is supported
+VERSION = "0.32"  # the vLLM version that is accepted
 
 
 class VLLMEngine(Engine):
-    """vLLM's LLM with the `external_launcher` executor: `tp` neighbouring ranks are one engine."""
+    """Runs vLLM's class LLM with the `external_launcher` executor. With --tp N, each group of N neighbouring
+    ranks is one engine."""
 
     needs_selfcheck = True
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, compilation would take minutes, so it is off. Chunked prefill is off on a CPU too: with a
-        # seeded request, vLLM 0.32 fails on a part of a prompt ("CPU Generator does not use offset").
+        # On a CPU, compilation would take minutes, so enforce_eager turns it off. Chunked prefill is off on a
+        # CPU too: if a request has a seed, vLLM 0.32 raises "CPU Generator does not use offset" when it
+        # prefills only a part of the prompt.
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -45,14 +49,15 @@ class VLLMEngine(Engine):
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
-        torch.set_rng_state(rng)  # LLM() reseeds every generator
+        torch.set_rng_state(rng)  # LLM() seeds torch's random generator; undo that
         self._sleep()
 
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM reads some weights again after FSDP has freed them, so these weights are copied. vLLM keeps a
-        # tied embedding until the last weight has come. It keeps an embedding or head if it pads the rows.
+        # vLLM keeps a layer's tensors until the layer is complete, and copies them then. The embedding and the
+        # head are complete only after the last weight in two cases: the head is tied, or vLLM pads their rows
+        # to a multiple of 64 × tp. By then FSDP has freed the tensors, so we pass copies.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
@@ -66,7 +71,7 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort the running requests, and sleep. An engine that failed while it woke can't sleep and is left
+        """Abort unfinished requests, then sleep. If waking failed, vLLM still counts as sleeping, and is left
         as it is."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
@@ -76,8 +81,9 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version):
-        """See Engine.generate. All ranks of one vLLM engine must queue the same requests in the same order.
-        So each rank queues the requests of all these ranks, and yields the responses to its own requests."""
+        """See Engine.generate. With --tp, several ranks are one vLLM engine, and vLLM needs the same requests
+        in the same order on all of them. So each rank queues the requests of all ranks of the engine. It
+        yields only the responses to its own requests."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -92,8 +98,8 @@ class VLLMEngine(Engine):
                                   response.finish_reason == "stop")
 
     def _enqueue(self, queued, temperature, key):
-        """Queue requests, (prompt_id, sample_id) -> tokens and limit, longest first. Returns the key of each
-        of vLLM's request ids."""
+        """Queue requests in vLLM, longest prompts first. queued: (prompt_id, sample_id) -> (prompt tokens,
+        largest number of response tokens). Returns vLLM's request id -> (prompt_id, sample_id)."""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
@@ -104,12 +110,13 @@ class VLLMEngine(Engine):
             skip_special_tokens=False) for k in order]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # enqueue returns "id-uuid"; an output has "id".
+        # vLLM's method `enqueue` returns "ID-UUID", but an output's request_id is only "ID".
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version, responses):
-        """Yields vLLM's outputs as they finish. Raises RuntimeError if vLLM fails or takes more than 90 % of
-        --stall_limit seconds. At 100 % guard/watch.py would end the run, with a message that says less."""
+        """Yields vLLM's output of each response when it ends. Raises RuntimeError if vLLM fails, or if
+        sampling takes longer than 90 % of --stall_limit. At 100 %, guard/watch.py would end the run with a
+        less precise message. `responses`: number of queued requests, for the message."""
         engine, start, limit = self.llm.llm_engine, time.monotonic(), self.cfg.stall_limit
         while engine.has_unfinished_requests():
             with self.engine_errors(f"to sample with the weights of step {version}"):
@@ -122,19 +129,19 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """Returns vLLM's class LLM. Sets the environment variables that vLLM reads at its first import. Raises
-    UserError if vLLM can't be imported or has another version than VERSION."""
+    """Imports vLLM and returns its class LLM. First sets environment variables that vLLM reads when it is
+    imported. Raises UserError if vLLM can't be imported or if its version is not VERSION."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
-    if not torch.cuda.is_available():  # else torch would compile for 13 s at vLLM's first call on a CPU
+    if not torch.cuda.is_available():  # otherwise vLLM's first call on a CPU compiles for 13 s
         torch._dynamo.config.disable = True
     try:
         from vllm import LLM, __version__
     except ImportError as e:
         raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
-    # The added dots match whole numbers: 0.32 and 0.32.1 pass, 0.320 does not.
+    # The dots at the end make 0.32 and 0.32.1 pass, but not 0.320.
     tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm, and vllm is {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
@@ -143,7 +150,7 @@ def _import_vllm():
 
 @contextlib.contextmanager
 def _muted():
-    """Send stdout and stderr of this process, native code included, to /dev/null."""
+    """Context manager: sends this process's stdout and stderr to /dev/null, also what C++ code writes."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -159,7 +166,8 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """vLLM's CPU build keeps a packed copy of a tied head. A reload leaves it stale, without an error."""
+    """Update vLLM's packed copy of a tied head. Only vLLM's CPU build has such a copy. Loading new weights
+    does not update it and raises no error, so the head would keep the old weights."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
@@ -167,8 +175,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """Returns (L,) log-probs of the sampled tokens. vLLM's flat list may have several tokens a position; the
-    sampled token is the first of them."""
+    """Returns (L,) log-probs of the L sampled tokens. logprobs: vLLM's FlatLogprobs, which may have several
+    tokens for each position. The first of them is the sampled token. ids (L,): the sampled tokens."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()
