@@ -55,9 +55,9 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM keeps a layer's tensors until the layer is complete, and copies them then. The embedding and the
-        # head are complete only after the last weight in two cases: the head is tied, or vLLM pads their rows
-        # to a multiple of 64 × tp. By then FSDP has freed the tensors, so we pass copies.
+        # vLLM keeps a layer's tensors until the layer is complete, and copies them then. The embedding and
+        # the head are complete only after the last weight in two cases: the head is tied, or vLLM pads their
+        # rows to a multiple of 64 × tp. By then FSDP has freed the tensors, so we pass copies.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
