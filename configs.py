@@ -3,12 +3,12 @@
 One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
 comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
 flag beats the layout, the layout beats the preset, the preset beats the default. `python -m tools.plan
-PRESET` shows what follows from the values.
+PRESET` prints the batches, memory, disk and seconds that a preset leads to.
 
-The `orz-*` numbers are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What it calls
+The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). Its
 "nodes" are GPUs; here they are called ranks.
 
-This file also holds what every other file needs: UserError, `require`, and the readers of JSON rows.
+This file also holds small things that many files need, such as UserError, `require` and `read_jsonl`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 
 
 class UserError(Exception):
-    """A user's mistake. Its message is one line: what was found; what is needed. Printed without a
-    traceback."""
+    """A mistake that the user can fix. Its message is one line: `FOUND; needed: NEEDED`. The commands print
+    it without a traceback."""
 
 
 def require(ok: bool, found: str, needed: str) -> None:
@@ -48,9 +48,10 @@ def require(ok: bool, found: str, needed: str) -> None:
 
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
-    """Around a command's main: a UserError ends the process with status 1 and one line, printed by the first
-    rank of each machine. torchrun shows it again as the last thing on the screen, without a traceback."""
-    for stream in (sys.stdout, sys.stderr):  # a response may hold what no terminal can show
+    """Context manager around a command's main function. A UserError inside ends the process with status 1.
+    The first rank of each machine prints the error as one line. torchrun prints this line again when it
+    ends."""
+    for stream in (sys.stdout, sys.stderr):  # a response may have characters that a terminal can't encode
         stream.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -58,16 +59,17 @@ def user_errors(prog: str) -> Iterator[None]:
         line = f"{prog}: {e}"
         tell_torchrun(line)
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
-    except KeyboardInterrupt:  # a traceback would hide what came before
+    except KeyboardInterrupt:  # end without a traceback, which would hide the last messages
         sys.exit(130)
-    except BrokenPipeError:  # whoever read the output, such as head, has read enough
+    except BrokenPipeError:  # the program that read the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
 def tell_torchrun(text: str) -> None:
-    """Write why this process ends to the file that torchrun reads. It shows the text of the first that
-    failed. (torch's `record` writes the same file; it needs torch, and shows a traceback.)"""
+    """Write the reason why this process ends into torchrun's error file. torchrun prints the reason of the
+    process that failed first. torch's `record` decorator writes the same file, but it needs torch and adds a
+    traceback."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -75,8 +77,8 @@ def tell_torchrun(text: str) -> None:
 
 
 class Range(NamedTuple):
-    """The values that a setting may have: from `low` to `high`, without `low` if `above`, without `high` if
-    `below`."""
+    """The values that a setting may have: from `low` to `high`. If `above`, `low` itself is not allowed. If
+    `below`, `high` itself is not allowed."""
 
     low: float
     high: float = math.inf
@@ -84,7 +86,7 @@ class Range(NamedTuple):
     below: bool = False
 
     def has(self, x: float) -> bool:
-        """Whether x is in the range, and finite."""
+        """Returns whether x is finite and in the range."""
         at_open_end = (self.above and x == self.low) or (self.below and x == self.high)
         return math.isfinite(x) and self.low <= x <= self.high and not at_open_end
 
@@ -105,116 +107,117 @@ Beta = Annotated[float, Range(0, 1, below=True)]
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
 Tracker = Literal["wandb"]
-LENGTHS = ("steps", "epochs", "total_episodes")  # one of them sets the run's length
+LENGTHS = ("steps", "epochs", "total_episodes")  # a user gives the run's length as one of these
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Counts are in prompts, samples, tokens or updates, as their names say."""
+    """All settings of a run. The name of a count says its unit: prompts, samples, tokens, steps or
+    updates."""
 
-    # --- what is trained, on what
+    # --- models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
     model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
-    critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
+    critic_model: str = ""  # the critic's base model, a folder or an id of the Hub; empty: --model
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
-    eval_data: tuple[str, ...] = ()  # held-out problems, one evaluation set a file
+    eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     template: str = "orz"  # prompt: orz, plain, chat (the tokenizer's own), or a text file with {problem}
-    system_prompt: str = ""  # system turn of the chat template, for rows without one
+    system_prompt: str = ""  # with --template chat: system turn for rows that have none
     extractor: tuple[str, ...] = ("orz",)  # finds the answer in a response; DATASET=NAME: for one data set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
-    env: str = ""  # FILE.py:FUNCTION that answers each turn of a response; empty: responses have one turn
-    max_turns: Count = 8  # turns of a response, with --env
+    env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
+    max_turns: Count = 8  # with --env: most turns of the policy in one response
     seed: Amount = 0  # the only source of randomness
     out: str = ""  # the run's folder; empty: runs/PRESET
 
-    # --- length of the run: give one of the three; a step is one rollout and its updates
-    steps: Amount = 0  # steps in all; 0: not given
-    epochs: Amount = 0  # passes over the prompts; 0: not given
-    total_episodes: Amount = 0  # prompt-response pairs in all; 0: not given
+    # --- length of the run: give steps, epochs or total_episodes. A step is one rollout and its updates
+    steps: Amount = 0  # number of steps of the run; 0: not given
+    epochs: Amount = 0  # number of passes over the prompts; 0: not given
+    total_episodes: Amount = 0  # number of responses of the run; 0: not given
     eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
     save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
-    resume: str = "auto"  # auto: continue the run in --out; never: require an empty --out; or a checkpoint
-    start_from: str = ""  # take weights from another run: RUN (its newest checkpoint), or RUN/STEP, RUN/best
+    resume: str = "auto"  # auto: continue the run in --out; never: --out must be empty; or a checkpoint
+    start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
     # --- the batch
     prompts_per_step: Count = 128  # prompts sampled each step
     samples_per_prompt: Count = 64  # responses to each prompt
     max_prompt_len: Count = 2048  # tokens; longer prompts are dropped when the data is loaded
     max_response_len: Count = 8000  # tokens
-    max_model_len: Amount = 0  # tokens of prompt and response together; 0: the sum of the two
-    resample_rounds: Amount = 0  # rounds that replace prompts whose samples all have one reward (grpo: DAPO)
-    round_len: Amount = 0  # decode in rounds of so many tokens, rebalance the engines between them; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # extra prompts sampled at a time, as a share of a step's
-    max_staleness: Count = 2  # steps after which a carried prompt must be complete, with --carry
-    pack_len: Count = 16384  # tokens of one forward pass on one rank
-    policy_updates: Count = 1  # optimizer steps on the policy per pass, each on its own minibatch
-    critic_updates: Count = 12  # optimizer steps on the critic per pass, each on its own minibatch
+    max_model_len: Amount = 0  # tokens of prompt plus response; 0: --max_prompt_len + --max_response_len
+    resample_rounds: Amount = 0  # most rounds that replace prompts whose samples have equal rewards (DAPO)
+    round_len: Amount = 0  # decode in rounds of this many tokens, rebalance engines after each; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts per prompt of a step; 0: off
+    max_staleness: Count = 2  # with --carry: a prompt's samples end at most this many steps after it began
+    pack_len: Count = 16384  # tokens of one forward pass (a pack, or micro-batch) on one rank
+    policy_updates: Count = 1  # policy minibatches in one pass over a step's samples; one update on each
+    critic_updates: Count = 12  # critic minibatches in one pass over a step's samples; one update on each
     passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs, TRL's num_iterations)
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
-    temperature: Positive = 1.0  # divides the logits, in the trainer as in the engine
+    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by the same number
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
-    engine_share: Part = 0.7  # share of the device's memory that the awake engine may take
-    max_num_seqs: Count = 512  # responses that one engine decodes at once
+    engine_share: Part = 0.7  # fraction of the GPU's memory that vllm may use while it samples
+    max_num_seqs: Count = 512  # most responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
-    eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one a set
-    eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one for all sets, or one a set
-    eval_response_len: Amount = 0  # tokens of a response in evaluation; 0: --max_response_len
-    grade_workers: Count = 1  # grading processes beside each rank
+    eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
+    eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number for all sets, or one per set
+    eval_response_len: Amount = 0  # most tokens of a response in evaluation; 0: --max_response_len
+    grade_workers: Count = 1  # number of grading processes of each rank
     grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
-    selfcheck: bool = True  # compare vllm with the trainer's policy before the first step
+    selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
     # --- optimizers: AdamW with fp32 weights and state
     policy_lr: Positive = 1e-6  # learning rate after warm-up
     critic_lr: Positive = 5e-6  # learning rate after warm-up
-    warmup_updates: NotNegative = 50  # updates of linear warm-up; below 1: their share of the run
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # to --lr_end at the last step
-    lr_end: NotNegative = 0.0  # both learning rates at the last step, with --lr_decay linear or cosine
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's decay rates of its first and second moments
-    weight_decay: NotNegative = 0.0  # AdamW's, times the learning rate per update
-    grad_clip: Positive = 1.0  # largest global gradient norm
+    warmup_updates: NotNegative = 50  # updates of linear warm-up; below 1: a fraction of the run's updates
+    lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
+    lr_end: NotNegative = 0.0  # last learning rate of both models, with --lr_decay linear or cosine
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
+    weight_decay: NotNegative = 0.0  # AdamW's weight decay; an update scales weights by 1 - lr * weight_decay
+    grad_clip: Positive = 1.0  # largest global gradient norm; larger gradients are scaled down to it
 
     # --- the loss
     gamma: Share = 1.0  # discount (ppo)
     lam: Share = 1.0  # GAE's lambda (ppo)
-    clip_low: Share = 0.2  # the ratio is clipped below at 1 - clip_low
-    clip_high: NotNegative = 0.2  # and above at 1 + clip_high
-    value_clip: Positive | None = 0.2  # the critic's clip range; None: plain squared error, as in the paper
-    freeze_policy_steps: Amount = 0  # first steps that train the critic alone
+    clip_low: Share = 0.2  # the policy's ratio is clipped to at least 1 - clip_low
+    clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
+    value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)
+    freeze_policy_steps: Amount = 0  # in this many first steps only the critic is trained
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference model is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of KL(policy || ref), per token
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term goes (reward: ppo, or return_whiten)
-    ref_refresh: bool = False  # copy the policy to the reference at each epoch's end
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimates KL(policy || ref) at each token
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added (reward: ppo, return_whiten)
+    ref_refresh: bool = False  # copy the policy's weights to the reference at the end of each epoch
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
-    tis_clip: Positive | None = 2.0  # cap of the weight that corrects engine-trainer mismatch; None: off
-    advantage: Advantage = "group_mean_std"  # how a group's rewards become advantages (grpo)
+    tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no weight
+    advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
-    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # what the loss is a mean over
-    overlong_buffer: Amount = 0  # tokens before the limit over which the reward falls by up to 1 (DAPO)
-    nonstop_penalty: NotNegative = 0.0  # taken from the reward of a response cut by length (Open-Instruct)
-    mask_truncated: bool = False  # leave responses cut by length out of the loss
-    drop_uniform: bool = False  # leave prompts whose responses all score the same out of the loss (grpo)
+    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # what the loss averages (grpo)
+    overlong_buffer: Amount = 0  # in this many tokens before the limit, the reward falls by up to 1 (DAPO)
+    nonstop_penalty: NotNegative = 0.0  # lowers the reward of responses cut by length (Open-Instruct)
+    mask_truncated: bool = False  # exclude responses cut by length from the loss
+    drop_uniform: bool = False  # exclude prompts from the loss if their responses score the same (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 32; any: as started
-    ranks: Amount = 0  # ranks that torchrun must have started; 0: any number
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
+    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 32; any: any number
+    ranks: Amount = 0  # number of ranks that torchrun must start; 0: any number
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of this many ranks, replicate across groups; 0: one group
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # layers recomputed in backward: none, layers (all), a number, auto (few as fit)
-    offload: bool = True  # trainer state waits on the host while it isn't used (CUDA)
-    keep: Count = 2  # newest checkpoints kept
+    recompute: str = "auto"  # layers that backward recomputes: none, layers (all), a number, auto (fewest)
+    offload: bool = True  # keep unused weights and optimizer state of the trainer in host memory (CUDA)
+    keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
-    save_logps: bool = False  # in samples/ and eval/: also token ids and the engine's log-probs
+    save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/ too
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
-    grace: Positive = 25.0  # seconds to save and leave after SIGTERM, SIGUSR1, ctrl-C; torchrun gives 30
-    stall_limit: Positive = 3600.0  # longest seconds of a phase; then every rank prints its stack and ends
+    grace: Positive = 25.0  # seconds to save and exit after SIGTERM, SIGUSR1, ctrl-C; torchrun kills after 30
+    stall_limit: Positive = 3600.0  # most seconds of a phase; then every rank prints its stack and exits
     go: bool = False  # start even if the checks of first responses or gold answers fail
-    max_logp_gap: Positive = 0.1  # mean |engine - trainer| log-prob, in nats, that stops the run
+    max_logp_gap: Positive = 0.1  # stop the run if mean |engine - trainer| log-prob exceeds this (nats)
     verbose: bool = False  # print the memory ledger each step, and vllm's own start-up messages
 
     def __post_init__(self) -> None:
@@ -258,7 +261,8 @@ class Config:
                 "complete responses are counted")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
                 f"{self.resample_rounds}", "one of them")
-        longest = self.max_response_len - (1 if self.carry else 0)  # after one round nothing is left to carry
+        # With --carry a round must be shorter than a response. Otherwise every response ends in one round.
+        longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
                 f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
 
@@ -281,24 +285,24 @@ class Config:
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the reference: --model has another one."""
+        """Whether checkpoints hold the reference. They must if its weights may differ from --model's."""
         return self.kl_coef > 0 and (self.ref_refresh or self.start_from != "")
 
     @property
     def compares_samples(self) -> bool:
-        """Whether an advantage comes from the other samples of its prompt."""
+        """Whether a sample's advantage depends on the other samples of its prompt."""
         return self.algo == "grpo" and self.advantage != "return_whiten"
 
     @property
     def model_len(self) -> int:
-        """Longest prompt and response together in training, in tokens."""
+        """Training's limit of a prompt plus its response, in tokens."""
         both = self.max_prompt_len + self.max_response_len
         return min(both, self.max_model_len or both)
 
     @property
     def engine_len(self) -> int:
-        """Longest prompt and response together that the engine may meet; evaluation may be longer than
-        training."""
+        """The engine's limit of a prompt plus its response, in tokens. It is larger than model_len if
+        evaluation allows longer responses than training."""
         return max(self.model_len, self.max_prompt_len + self.eval_response_len)
 
     @property
@@ -307,31 +311,31 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """Prompts that are sampled at a time beyond those of a step."""
+        """With --carry: number of extra prompts that are sampled together with a step's prompts."""
         return round(self.carry * self.prompts_per_step)
 
     @property
     def minibatches(self) -> int:
-        """How many minibatches a step's samples are cut into: one per update of the model that takes more
-        updates. The other model's update takes several of them."""
+        """Number of minibatches of a step's samples. The model with more updates uses one minibatch in each
+        update. The other model uses several minibatches in each update."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
-        """The name in rollout.ENGINES of the engine that --engine means on a GPU or on a CPU."""
+        """Returns the engine's name, a key of rollout.ENGINES. `on_gpu` decides for --engine auto."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
 
     def check_length(self) -> None:
-        """Raises UserError unless one of the three lengths is given."""
+        """Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given."""
         given = [name for name in LENGTHS if getattr(self, name)]
         require(len(given) == 1, f"the length of the run is given {len(given)} times "
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """Returns this config with its length in `steps`. The length may be given as steps, epochs or
-        total_episodes. `prompts`: prompts in an epoch. Raises UserError unless exactly one of the three is
-        given."""
+        """Returns this config with the run's length as `steps`. The user may have given it as `epochs` or
+        `total_episodes`. `prompts`: number of prompts in an epoch. Raises UserError unless exactly one of the
+        three is given."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -340,9 +344,9 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of optimizer step `update` (from 0) within `step`. It depends only on
-        these counts, so a resumed run needs no scheduler state. ORZ-32B anneals with lr_decay="linear",
-        lr_end=3e-7."""
+        """Returns the learning rate of an update of the policy or critic. `update` counts the updates within
+        `step`, from 0. The rate depends only on these two counts, so a resumed run needs no scheduler state.
+        ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -359,14 +363,14 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's optimizer steps per step. With one, the ratio is 1 and clipping does
-        nothing."""
+        """Number of the policy's updates (optimizer steps) in a step. If it is 1, the ratio is 1 and clipping
+        does nothing."""
         return self.policy_updates * self.passes_per_step
 
 
 @functools.cache
 def ranges() -> dict[str, Range]:
-    """The range of each setting that is a number, or several numbers."""
+    """Returns field -> its allowed range, for each field of Config that has a number or several numbers."""
     hints = get_type_hints(Config, include_extras=True)
     return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
             for found in get_args(part) if isinstance(found, Range)}
@@ -377,7 +381,8 @@ OPEN_R1_SYSTEM = (
     "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
     "about the reasoning process as an internal monologue and then provide the user with the answer. "
     "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
-STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."  # Qwen2.5-Math's
+# Qwen2.5-Math's system prompt.
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
@@ -388,12 +393,12 @@ TINY = Config(
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
     recompute="none", max_num_seqs=256)
 
-# Each preset with its paper and section. docs/algorithms.md has the departures from the papers.
+# The comment above a preset names its paper. docs/algorithms.md lists the departures from the papers.
 PRESETS = {
-    # The demo: sums of two numbers, a model of 0.4M parameters.
+    # The demo: a model of 0.4M parameters learns to add two numbers.
     "tiny-ppo": TINY,
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
-    # Ours: an evening on one 24-GB card.
+    # Our own, not from a paper: GSM8K in an evening on one 24-GB GPU.
     "gsm8k-0.5b-1gpu": replace(
         GRPO, model="Qwen/Qwen2.5-0.5B-Instruct", data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
         eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",), template="chat",
@@ -407,9 +412,10 @@ PRESETS = {
     "orz-7b": ORZ,
     "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
                        pack_len=18432, eval_response_len=32768),
-    # Open-Reasoner-Zero's GRPO, as its code behaves.
+    # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13: the paper's 512 × 16 in 16 updates; a 7B model, not its 32B.
+    # DAPO, arXiv 2503.14476, eq. 8 to 13. As in the paper, a step has 512 prompts, 16 samples of each, and 16
+    # updates. This preset has a 7B model; the paper has a 32B model.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
@@ -419,7 +425,7 @@ PRESETS = {
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
     # RLOO, arXiv 2402.14740.
     "rloo-7b": replace(GRPO, advantage="leave_one_out"),
-    # REINFORCE++, arXiv 2501.03262, and its variant with a group baseline. The KL's weight is ours.
+    # REINFORCE++, arXiv 2501.03262, and its variant with a group baseline. kl_coef is our own choice.
     "reinforce++-7b": replace(GRPO, advantage="return_whiten", samples_per_prompt=1, prompts_per_step=1024,
                               kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
     "reinforce++-baseline-7b": replace(GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
@@ -427,7 +433,7 @@ PRESETS = {
     # GSPO, arXiv 2507.18071, eq. 5 to 7.
     "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                        policy_updates=4),
-    # CISPO in MiniMax-M1, arXiv 2506.13585, eq. 4 and section 3.1. The upper bound is ScaleRL's.
+    # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4 and section 3.1. clip_high is ScaleRL's.
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0),
     # ScaleRL, arXiv 2510.13786, section 4.
     "scale-rl-7b": replace(
@@ -435,14 +441,15 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml: 7 GPUs × 16 × 4 responses a step.
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Its 7 GPUs take 16 responses in each of 4
+    # accumulation steps: 28 prompts × 16 samples.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
-    # RLVR of Tülu 3, arXiv 2411.15124, its PPO: 4 passes over 224 responses.
+    # Tülu 3's RLVR with PPO, arXiv 2411.15124. It makes 4 passes over the 224 responses of a step.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
@@ -451,20 +458,21 @@ PRESETS = {
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
-# A layout sets the number of ranks, and on ORZ's own presets ORZ's numbers for debugging. The presets
-# themselves have the production numbers.
+# A layout sets the number of ranks. On the orz-* presets, `debug` also sets Open-Reasoner-Zero's values for
+# debugging. The other values of `production` are already in the presets.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
     "production": dict(ranks=32),
 }
-RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # where ORZ's production differs from 32
+# Presets whose production layout has another number of ranks than 32, as in Open-Reasoner-Zero.
+RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
-CHUNK_BYTES = 2**28  # of fp32 logits that model.py makes at once
+CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# What a resumed run may change without changing the algorithm: where it runs, what it saves and tracks. dtype
-# changes rounding. A checkpoint compares the problems themselves, so the files and the template may be named
-# differently.
+# Settings that may change when a run resumes. They say where the run runs, and what it saves and logs. None
+# of them changes the algorithm; dtype changes only the rounding. The settings of the data are among them,
+# because a checkpoint compares the tokenized problems themselves (data.fingerprint).
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
@@ -475,14 +483,16 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `new`: the result
-    of dataclasses.asdict. `old`: an earlier result, read from JSON."""
+    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `new`:
+    dataclasses.asdict(config) of this run. `old`: the same dict of the checkpoint's run, read from JSON."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
+    # A run may resume with another --layout, which changes the fields that a layout sets. A field that the
+    # user set with a flag must not change.
     if old["layout"] != new["layout"] and not by_flag:
-        free = free | LAYOUTS["debug"].keys()  # the numbers that a layout sets may change with it
+        free = free | LAYOUTS["debug"].keys()
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k not in free and k in old and old[k] != v]
 
@@ -491,14 +501,15 @@ def changed(old: dict, new: dict) -> list[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """` (did you mean X?)` with the choice nearest to `word`, or "" where none is near."""
+    """Returns ` (did you mean X?)`, where X is the choice most similar to `word`. Returns "" if no choice is
+    similar."""
     close = difflib.get_close_matches(word, choices, 1, 0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line, in order. `--no_go`,
-    `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
+    """Returns the flags of a command line, in order: field -> first word of its value. For example,
+    `--no_go`, `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -508,8 +519,8 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def layout_of(given: Mapping[str, str]) -> str:
-    """Returns the layout's name: from --layout, or else from the environment. DEBUG_MODE=True means debug, as
-    in Open-Reasoner-Zero."""
+    """Returns the layout's name. It comes from --layout, or else from the environment variable DEBUG_MODE.
+    DEBUG_MODE=True means debug, as in Open-Reasoner-Zero. Raises UserError for any other value or name."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment says DEBUG_MODE={debug}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -519,7 +530,7 @@ def layout_of(given: Mapping[str, str]) -> str:
 
 
 def layout_fields(preset: str, layout: str) -> dict[str, Any]:
-    """What a layout sets on a preset."""
+    """Returns the fields that a layout sets on a preset, with their values."""
     if layout == "production" and preset in RANKS:
         return {"ranks": RANKS[preset]}
     fields = LAYOUTS[layout]
@@ -527,10 +538,12 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Config of the command line `PRESET [--flag value …]`; `argv` defaults to sys.argv's. kind: Config, or a
-    subclass with flags of its own. Raises UserError, one line, for what can't be read. --help prints every
-    flag with its meaning, and exits with status 0."""
-    import tyro  # here, because importing configs must be quick
+    """Returns the config of the command line `PRESET [--flag value …]`. --help prints every flag with its
+    meaning, and exits with status 0. Raises UserError for a command line that can't be read.
+
+    `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
+    flags."""
+    import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
     presets, name = ", ".join(PRESETS), "orz-7b" if {"-h", "--help"} & set(argv) else ""
@@ -555,7 +568,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        # tyro's message is in a coloured box: a title, the message, and more lines of help.
+        # tyro prints a coloured box with a title, the message, and lines of help. Only the message is kept.
         text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]", "", errors.getvalue().partition("\n")[2])
         text = " ".join(re.split("For full helptext|Argument helptext", text)[0].split())
         raise UserError(f"{text}; see {prog} {name} --help") from None
@@ -567,10 +580,12 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if the model or a data file does not exist, before slow imports.
+    """Raises UserError if the model or a data file does not exist. This check needs no torch, so it comes
+    before the slow imports.
 
-    Does not check a name that may be on the Hub; model.resolve and grading.rows.local_file check it later. On
-    several machines nothing is checked here: the later checks say on which machine a file is missing."""
+    A name that may be on the Hub is not checked here, but later by model.resolve or grading.rows.local_file.
+    A run on several machines is not checked here either. The later checks say on which machine a file is
+    missing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
@@ -582,11 +597,12 @@ def check_paths(cfg: Config) -> None:
 
 
 def set_allocator() -> None:
-    """Set torch's allocator, unless the user has set it. To be called before torch is imported.
+    """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
+    imported.
 
-    On a GPU, expandable segments reduce fragmentation by 1 to 3 GiB. tools/plan.py assumes them. On the host,
-    the allocator pins the bytes that are needed instead of the next power of 2. Such pinned blocks must not
-    be cached: torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull request
+    GPU memory: expandable segments save 1 to 3 GiB of fragmentation. tools/plan.py assumes them.
+    Pinned host memory: a block has the size that is needed, not the next power of 2. Such blocks must not be
+    cached, because torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull request
     192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
@@ -594,44 +610,46 @@ def set_allocator() -> None:
 
 
 def check_trackers(cfg: Config) -> None:
-    """Refuse a run whose --track names a package that is not installed. Raises UserError."""
+    """Raises UserError if --track names a package that is not installed."""
     for name in cfg.track:
         require(importlib.util.find_spec(name) is not None, f"--track {name} without its package",
                 f"pip install {name}")
 
 
 def model_folder(path: str) -> Path:
-    """The path of a model's folder. Raises UserError where there is none."""
+    """Returns the path of a model's folder. Raises UserError if the folder does not exist."""
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}{neighbour(path)}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
     return Path(path)
 
 
 def neighbour(path: str) -> str:
-    """Returns the hint of `nearest` for a path that does not exist: a similar name in the same folder, or
-    ""."""
+    """Returns ` (did you mean X?)` for a path that does not exist. X is the most similar path in the same
+    folder. Returns "" if no path is similar."""
     parent = Path(path).parent
     return nearest(path, [str(p) for p in parent.iterdir()]) if parent.is_dir() else ""
 
 
 def data_file(path: str) -> Path:
-    """The path of a data file. Raises UserError where there is none."""
+    """Returns the path of a data file. Raises UserError if the file does not exist."""
     require(Path(path).is_file(), f"no data file {path}",
             _build(path) or "a .json, .jsonl or .parquet file that exists")
     return Path(path)
 
 
 def _build(path):
-    """What makes the folder of the tiny presets."""
+    """Returns a hint for the files of the tiny presets, which `tools.tiny` makes. Returns "" for another
+    path."""
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
 def meanings() -> dict[str, str]:
-    """Field of Config -> the comment beside it, which is also its help text."""
+    """Returns field of Config -> the comment beside the field. This comment is also the field's help text."""
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that only some algorithms read: the flags, whether they have an effect, what they need.
+# Flags that have no effect in some runs. A row has 1. names of flags, 2. a function: does config c use them?
+# 3. the setting that they need.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),
@@ -652,8 +670,8 @@ EFFECTS = (
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically: after a crash the file has the old text or the new text. Raises
-    OSError."""
+    """Replace the text of a file atomically. After a crash the file has either the old or the new text.
+    Raises OSError."""
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)
@@ -664,11 +682,11 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Rows of a .jsonl file; none if there is no file. A line that isn't JSON, which a crash may have cut
-    short, is left out."""
+    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that are not JSON, because a
+    crash may have cut a line short."""
     rows = []
     if path.is_file():
-        # Not splitlines(), which also cuts at U+2028.
+        # str.splitlines() would be wrong here: it also splits at U+2028, which JSON text may contain.
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 with contextlib.suppress(json.JSONDecodeError):
@@ -683,5 +701,5 @@ GIB = 2**30
 
 
 def gib(n: float) -> str:
-    """Bytes as text."""
+    """Returns a number of bytes as text, in GiB or MiB."""
     return f"{n / GIB:.1f} GiB" if n >= GIB / 2 else f"{n / 2**20:.1f} MiB"
