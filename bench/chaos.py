@@ -1,18 +1,21 @@
-"""Disturbs training again and again. Every run must end as the undisturbed run, equal bit for bit.
+"""Disturbs training runs with faults. Every run must end with the same bits as an undisturbed run.
 
     python -m bench.chaos [--runs 20]                       # kill -9 of a random rank in a random phase
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
-    python -m bench.chaos --nodes 2 [--runs 2]              # a node is lost, agent and ranks, and comes back
+    python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
-step. It is struck once, in a phase (dist.phase) that the undisturbed run has, and its command is typed again
-where a user would. Two nodes are network namespaces, joined by a virtual cable. If that is not allowed (it
-needs root), both are on loopback.
+step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
+program types the command again, as a user would. Two nodes are two network namespaces with a virtual cable
+between them. Namespaces need root; without root both nodes use loopback.
 
-A run is ok if it ends by itself after at most 4 commands, loses no step that was saved, reports what it could
-not write, prints no other error, and has the metrics and weights of the undisturbed run; and if it is
-refused, in the one line that is due. Prints one JSON line a run, and one for all. The exit status is 1 if a
-run is not ok; its folder is kept. Without root, some faults are skipped, and their lines say so."""
+A run is ok if all of this holds:
+- It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
+- It loses no saved step, and it reports what it could not write.
+- It prints no other error. If the fault must lead to a refusal, one line names the reason.
+
+Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
+then kept. Without root some faults are skipped, and their lines say so."""
 
 from __future__ import annotations
 
@@ -38,22 +41,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python bench/cha
 
 from bench.common import ROOT, environment, new_folder, say
 
-RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: of each node
-TRIES = 6  # runs in which the strike may come too late
-TYPED = 4  # times that the command may be typed
-HANG = 120.0  # seconds without a new line, after which a command counts as hanging
+RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: ranks of one node
+TRIES = 6  # attempts to strike in the chosen phase; each attempt is a new run
+TYPED = 4  # largest number of commands of a run
+HANG = 120.0  # a command hangs if it prints no line for this many seconds
 
 
 # --- in the rank that is struck
 
-# Signals that the struck rank sends to itself at once. This program causes all other faults, milliseconds
-# later.
+# Faults by signal: the struck rank sends these signals to itself at once. All other faults come from the main
+# program, some milliseconds later.
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. On the rank that the order names, a thread watches the phases."""
+    """Runs train.py unchanged in this process. On the rank to strike, a thread waits for the phase. The order
+    (JSON in the variable CHAOS) names the fault, the rank and the phase."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -62,8 +66,11 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Strikes in the phase that the order names, `after` seconds into its `visit`-th visit, or into a later
-    one. Without a phase: at the process's end, writes begin and end of each visit of each phase."""
+    """Strikes in the order's phase: at visit number `visit` of this phase or at a later one, `after` seconds
+    after the visit begins. A strike writes the order's `file`, for which the main program waits.
+
+    Without a phase (in the undisturbed run), nothing strikes. When the process ends, `file` gets the begin
+    and end of each visit of each phase."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -86,8 +93,8 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the rank's current phase, the name in dist.CURRENT ("import" before any phase). Two more names:
-    "files" during the write of a checkpoint's files, and "end" from the export on."""
+    """Returns the names of the rank's current phases: the name in dist.CURRENT ("import" before dist.py is
+    imported), "files" while a checkpoint's files are written, and "end" since the export began."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -111,27 +118,27 @@ class Nodes:
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
         self.expected = ""  # regular expression of the required line; empty: none
-        self.had = 0  # steps that must not be lost
+        self.had = 0  # number of saved steps, which must not be lost
         self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
 
     def type(self) -> None:
-        """Starts the command on all nodes. Counts how often the command was started."""
+        """Starts the command on all nodes, as a user types it. `typed` counts these commands."""
         self.typed += 1
         for node in range(self.count):
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. Until the strike, this program's be_a_rank runs the ranks, to
-        watch them."""
+        """Starts the node's torchrun agent. In the first command the ranks run be_a_rank, which strikes. In
+        later commands they run train.py itself."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # The host's name does not resolve to the namespace's address, so torchrun is told who is the
-            # host.
+            # These flags name the agent that hosts the rendezvous. torchrun can't find it by the host's name,
+            # which does not resolve to the namespace's address.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
@@ -140,7 +147,7 @@ class Nodes:
         self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
-        """Starts an agent in a session of its own. Killing the session means losing the agent."""
+        """Starts an agent in its own session, so that kill_node can kill its process group."""
         env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
                                      "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
@@ -148,8 +155,7 @@ class Nodes:
                                     start_new_session=True)
 
     def ranks(self, node: int | None = None) -> dict[int, int]:
-        """Returns the process ids of the training ranks by rank; with `node`, only those of the node's
-        agent."""
+        """Returns rank -> process id of the training ranks, on all nodes or on one `node`."""
         agents = {a.pid for n, a in self.agents.items() if node in (None, n)}
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -164,7 +170,7 @@ class Nodes:
         return all(agent.poll() is None for agent in self.agents.values())
 
     def hangs(self) -> bool:
-        """Returns whether nothing was printed for HANG seconds."""
+        """Returns whether no node printed anything for HANG seconds."""
         return time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG
 
     def logs(self) -> list[Path]:
@@ -175,7 +181,7 @@ class Nodes:
         return "\n".join(log.read_text(errors="replace") for log in self.logs())
 
     def wait(self) -> list[int]:
-        """Returns the exit status of each agent. Kills a run that hangs."""
+        """Waits for the agents to end, and returns their exit statuses. Kills a run that hangs."""
         while any(agent.poll() is None for agent in self.agents.values()):
             if self.hangs():
                 self.hung = True
@@ -184,7 +190,8 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Returns the struck rank's message; None if the run has ended or hangs."""
+        """Waits for the strike. Returns the struck rank's message: its process id and the time. Returns None
+        if the run ends or hangs before the strike."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -194,7 +201,8 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the agent and its ranks, as a power cut does. Each rank has its own session."""
+        """Kills the node's agent and ranks, as a power cut does. The ranks are killed one by one, because
+        each rank has its own session."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # so that it starts no more ranks
@@ -210,15 +218,15 @@ class Nodes:
 
 
 def rendezvous(out: Path, host: str) -> list[str]:
-    """Returns torchrun's flags for two agents."""
+    """Returns the torchrun flags with which two agents meet at `host`. `out` determines the port."""
     port = random.Random(str(out)).randint(20000, 40000)
     return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", out.name,
             "--rdzv-endpoint", f"{host}:{port}"]
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes network namespaces torz0 and torz1, joined by a virtual cable, until this program ends. Returns
-    False if that is not allowed."""
+    """Makes the network namespaces torz0 and torz1 with a virtual cable between them. They are removed when
+    this program ends. Returns False for one node, or if namespaces are not allowed."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -233,23 +241,24 @@ def make_namespaces(count: int) -> bool:
 
 
 def system(command: str, *paths: Path) -> bool:
-    """Returns whether the command, which needs root, succeeded."""
+    """Runs a command that needs root. Returns whether it succeeded. `paths`: the command's last words."""
     words = [*command.split(), *map(str, paths)]
     return not os.geteuid() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 # --- the faults
 
-# A fault is called after the struck rank reports its phase. Returns False if it came too late or too early.
+# Each fault is a function, called after the strike. It takes the run, the struck rank's message and a random
+# generator. It returns False if it came too late, or too early because no checkpoint exists to damage.
 
 
 class Skipped(Exception):
-    """A fault that this machine does not allow."""
+    """Raised by a fault that this machine does not allow."""
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The struck rank has sent itself the fault's SIGNALS. A storm also hits all other ranks. A frozen rank
-    resumes after 3 s."""
+    """The faults of SIGNALS. The struck rank has already sent the signals to itself. `storm` also sends them
+    to all other ranks. `freeze` lets the frozen rank continue after 3 seconds."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -266,7 +275,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Node 1 is lost and comes back. Never after the last save, because node 0 may end before the loss."""
+    """Kills node 1 and starts it again. Not after the last save, because node 0 may have ended by then."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -286,7 +295,7 @@ def stop(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The disk is full for some seconds."""
+    """Fills the disk for 2 to 4 seconds."""
     ballast = nodes.out / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
@@ -297,8 +306,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """New files in the folder can't be opened for writing for some seconds. (A read-only remount would be
-    refused, because TensorBoard's file is open.)"""
+    """Lets no file in the run's folder be opened for writing, for 2 to 4 seconds. For this a read-only view
+    of the folder is mounted over it. A read-only remount would fail, because TensorBoard's file is open."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -310,7 +319,8 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Flips a bit of the newest checkpoint. The run is refused until the checkpoint is removed."""
+    """Flips one bit of the newest checkpoint. The next command must refuse it. Then removes the checkpoint,
+    so that the run can continue."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -322,14 +332,16 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     nodes.expected = folder.name
     nodes.type()
     nodes.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # a run that was not refused may have removed the folder
+    shutil.rmtree(folder, ignore_errors=True)  # if the run was wrongly not refused, it may be gone already
     nodes.had = newest(nodes.out)
     return True
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint. Either its mark is removed and the run ignores it, or half of its
-    largest file is cut off and the run is refused until the checkpoint is removed."""
+    """Damages the newest checkpoint in one of two ways, at random.
+
+    1. Removes the file COMPLETE. The next command must ignore the checkpoint.
+    2. Cuts off half of the largest file. The next command must refuse the checkpoint. Then removes it."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -349,10 +361,10 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """A second run in the same folder is refused. The first run is stopped meanwhile, to stay in its
-    phase."""
+    """Starts a second run in the same folder, which must be refused. Meanwhile the ranks of the first run are
+    stopped by SIGSTOP, so that they stay in their phase."""
     owner = {}
-    while not owner:  # in its first seconds a run has no lock yet
+    while not owner:  # waits for the lock, which a run writes in its first seconds
         if not nodes.running():
             return False
         with contextlib.suppress(OSError, ValueError):
@@ -372,7 +384,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Dates all files to 1970 or 2100, as a host with a wrong clock does. Half of the runs are killed."""
+    """Dates all files to 1970 or 2100, as a host with a wrong clock does. Kills about half of the runs."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -383,7 +395,8 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Adds leftovers: another host's old lock, an unfinished save, a copied checkpoint."""
+    """Kills the run and adds leftovers to its folder: another host's old lock, an unfinished save, and a
+    user's copy of a checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -398,7 +411,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts the command on two machines of one rank. On one of them --out is another folder."""
+    """Kills the run and starts it on two "machines" with one rank each. On the second one, a mount namespace,
+    --out is another folder. Both must refuse, and nothing may be written."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -419,19 +433,19 @@ def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Returns the files and their times, without the lock."""
+    """Returns path -> time of the last change in ns, for all files except the lock."""
     return {str(p): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
 
 
 FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_signals, "storm": by_signals,
           "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
-DISK = {"full", "read_only"}  # the run's folder has a small file system of its own
-DAMAGE = {"flip", "half"}  # faults that need a checkpoint
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks' collectives may fail after these
+DISK = {"full", "read_only"}  # for these faults the run's folder has its own small file system
+DAMAGE = {"flip", "half"}  # these faults need a checkpoint
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # after these, other ranks' collectives may fail
 
 
-# --- what a run must be
+# --- the checks of a run
 
 
 def checkpoint(out: Path) -> Path:
@@ -440,7 +454,7 @@ def checkpoint(out: Path) -> Path:
 
 
 def newest(out: Path) -> int:
-    """Returns the step of the newest complete checkpoint; 0 without one."""
+    """Returns the step of the newest complete checkpoint; 0 if there is none."""
     from ckpt import complete
 
     names = [p.name for p in complete(out)]
@@ -448,8 +462,8 @@ def newest(out: Path) -> int:
 
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """Returns the results that no fault may change: metrics without times and memory, and the exported
-    weights. Raises ValueError if the metrics are no strict JSON, OSError if a file is missing."""
+    """Returns the results that no fault may change: the metrics without times and memory, and the bytes of
+    the exported weights. Raises ValueError if a metric is NaN or infinite, OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
 
     def refuse(constant):
@@ -461,12 +475,14 @@ def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
 
 
 def files(out: Path) -> set[str]:
-    """Returns the paths of a run's files, samples, evaluations and complete checkpoints."""
+    """Returns the relative paths of the files in a run's folder, its samples, its evaluations and the
+    COMPLETE files of its checkpoints."""
     patterns = ("*", "samples/*", "eval/*", "ckpt/*/COMPLETE")
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# TensorBoard writes in a thread of its own, which prints why it ends. log.Logger then makes another.
+# Errors in a run's output. OF_TENSORBOARD: if the disk is full, TensorBoard's writer thread ends with this
+# traceback. log.Logger then makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -475,13 +491,14 @@ OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): 
 
 
 def lines_of(text: str) -> list[str]:
-    """Returns the lines of refused commands and of failed writes."""
+    """Returns the lines in which a run reports a refusal or a failed write."""
     refused = dict.fromkeys(re.findall(r"train\.py: (.*; needed: .*)", text))
     return [*refused, *re.findall(r"^!! .*(?:failed|can't write).*", text, re.M)]
 
 
 def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
-    """Returns the errors of a struck run in words; empty: the run is ok."""
+    """Returns what is wrong with a struck run, in words; an empty list if it is ok. want: folder of the
+    undisturbed run. codes: exit statuses of the agents."""
     text, fault, wrong = nodes.text(), nodes.order["fault"], []
     lines, resumed = lines_of(text), resumed_after(text)
     refused = [line for line in lines if not line.startswith("!!")]
@@ -516,8 +533,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Yields the run's folder, on its own file system if the fault needs one. Removes everything at the end,
-    but keeps it after an error."""
+    """Makes the run's folder. For a fault of DISK, mounts a small file system there. At the end unmounts it
+    and leaves a copy of the files in the folder's place. Raises Skipped if mounting is not allowed."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -536,13 +553,14 @@ def place(out: Path, fault: str) -> Iterator[None]:
 
 
 def remove(out: Path) -> None:
-    """Removes a run's folder and its neighbours with the same name."""
+    """Removes a run's folder and the paths beside it named FOLDER.*: logs and messages."""
     for path in [out, *out.parent.glob(f"{out.name}.*")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Returns a run's result line after the strike and all restarts; None if the strike came too late."""
+    """Strikes a run and restarts it until it ends. Returns the run's result line; None if the strike came too
+    late or too early."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -565,20 +583,20 @@ def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
             "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-Visits = dict[str, list[list[float]]]  # phase: when each of its visits began and ended
+Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in seconds
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns the phases in which the fault may strike, each with (number of the visit, its seconds)."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # when the first checkpoint was there
+    """Returns when the fault may strike: phase -> list of (number of the visit, length of the visit in s)."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # when the first checkpoint was complete
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, visit, its seconds) of each run: every fault and every phase once, then random
-    ones."""
+    """Yields (fault, phase, number of the visit, length of the visit in s) for each run. First every fault
+    and every phase comes once; then both are random."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -589,8 +607,9 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as chosen. If the strike came too late, the run is
-    repeated with an earlier strike; if no checkpoint existed yet to damage, with a later one."""
+    """Returns the result line of a run that is struck as `chosen`, a tuple of `choose`. If the strike came
+    too late, the run is repeated with an earlier strike. If there was no checkpoint to damage, the run is
+    repeated with a later strike."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}
@@ -614,7 +633,7 @@ def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng
 
 
 def undisturbed_run(args: argparse.Namespace, out: Path) -> Visits:
-    """Trains in `out`. Returns the phases of rank 0."""
+    """Trains in `out` without a fault. Returns the visits of rank 0 to each phase."""
     order = {"fault": "", "phase": "", "rank": 0, "out": str(out), "file": f"{out}.struck"}
     out.mkdir()
     began, nodes = time.monotonic(), Nodes(args.nodes, args.base, out, args.namespaces, order)
@@ -650,7 +669,7 @@ def main() -> None:
     from configs import user_errors
     from tools.tiny import build
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all processes, removes mounts
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends processes and unmounts
     rng = random.Random(args.seed)
     with user_errors("chaos.py"):
         out = new_folder(args.out)
