@@ -1,4 +1,5 @@
-"""Graded rollouts and evaluation, and the command that evaluates any Hugging Face folder.
+"""Samples and grades responses, for training and for evaluation. tools/evaluate.py is the command that
+evaluates a Hugging Face model folder with these functions.
 
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
@@ -41,38 +42,42 @@ from model import load_config, ropes
 from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_answer
 
 K = TypeVar("K")
-TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4  # random streams; the key of a later round ends in (ROUND, round)
-PROMPTS_PER_ENGINE = 16  # with this many prompts or more, one engine samples all responses of a prompt
+# Random streams. The `key` that seeds an engine has one of the first three numbers, so training, evaluation
+# and self-check draw different random numbers. From the second round of a rollout on (see Trajectories), the
+# key also ends in (ROUND, number of the round).
+TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
+PROMPTS_PER_ENGINE = 16  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
 
 # --- rewards
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's penalty for responses near the length limit (arXiv 2503.14476, eq. 13). The limit is
-    max_response_len. After a long prompt, model_len (prompt and response together) may set a lower limit."""
+    """Returns DAPO's penalty (0 to -1) for each response near or at the length limit (arXiv 2503.14476, eq.
+    13). The limit is max_response_len tokens, or less if a long prompt leaves less room in model_len."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Open-Instruct's penalty: -nonstop_penalty for a response that was cut at the length limit, else
-    0."""
+    """Returns Open-Instruct's penalty for each response: -nonstop_penalty if the response was cut at the
+    length limit, else 0."""
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3). The shortest response of a prompt
-    gets 0.5, and the longest gets -0.5. A wrong response gets at most 0. Tokens of an environment don't
-    count."""
+    """Returns Kimi k1.5's length reward for each response (arXiv 2501.12599, sec. 2.3.3). The reward falls
+    linearly from 0.5 for the shortest response of the prompt to -0.5 for the longest one. A wrong response
+    gets at most 0. Tokens of an environment (--env) don't count."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-# Reward parts: training may add them to the graders' reward. A part is a function of (samples of one prompt,
-# config). It is on if --reward names it, or if its flag in BY_FLAG is given. It is logged as reward/NAME.
+# Reward parts, by name. In training, the parts that are on are added to the grader's reward. A part is on if
+# --reward names it, or if its flag in BY_FLAG is given. Each function takes (samples of one prompt, config)
+# and returns one number for each sample. Each part has a metric reward/NAME.
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.text) for s in group],
@@ -81,11 +86,12 @@ REWARD_PARTS = {
     "overlong": overlong,
     "nonstop": nonstop,
 }
-BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> the flag that adds it
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> the flag that turns it on
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward, graders first. Raises UserError for a term that doesn't exist."""
+    """Returns the terms of --reward, graders first. Raises UserError if a term does not exist, or if a user's
+    function has the name of a reward part."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
@@ -93,23 +99,24 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of the reward parts that are on."""
+    """Returns name -> weight, for each reward part that is on."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that are logged as reward/NAME. The first grader is
-    left out, because its mean is already logged as `reward`. If some data set has its own grader, rows differ
-    in their first grader, so all graders are named."""
+    """Returns the names of the graders and reward parts that have a metric reward/NAME.
+
+    Usually the first grader is left out, because the metric `reward` is its mean. But if a data set has its
+    own grader, `reward` is a mean over different graders. Then the names of all graders are returned."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash for each file that --reward and --env name. The hash is "" if there is no such
-    file."""
+    """Returns path -> hash of the file's content, for each Python file that --reward and --env name. The hash
+    is "" if the file does not exist."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     paths = {function.rpartition(":")[0] for function in functions if function}
     files = {path: Path(path) for path in sorted(paths)}
@@ -118,10 +125,10 @@ def reward_files(cfg: Config) -> dict[str, str]:
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with their reward parts. `samples` must be ordered by (prompt_id, sample_id). With
-    --mask_truncated, a truncated sample does not enter the loss."""
+    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, also sets
+    in_loss to False for truncated samples. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:  # as in most recipes
+    if not weights and not cfg.mask_truncated:  # nothing to change; so in most presets
         return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
@@ -132,15 +139,16 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms that grade a data set's responses. The first term gives the reward. Terms for this
-    data set alone come first. They replace the comparison of answers."""
+    """Returns the graders for the responses of a data set. The first one gives the reward; the others are
+    added as reward parts. Graders for this data set alone come first, and replace the comparison of
+    answers."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns data set -> name of its extractor. The key "" stands for all other data sets. Raises UserError
-    if a data set has two extractors."""
+    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all other data sets.
+    Raises UserError if --extractor names two extractors for one data set."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
@@ -152,10 +160,11 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     """Raises UserError if a row's data set has no grader, or if --reward or --extractor names a data set that
-    no row has. `sets`: the problems of training and of each evaluation set."""
+    no row belongs to. `sets`: the problems of the training data and of each evaluation set."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}  # rows may lack them
+    # A preset's extractors may name data sets that the user's files do not have; this is no mistake.
+    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
     require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
@@ -171,39 +180,44 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. It depends
-    on the rollout's key, prompt_id, sample_id, the rounds and the environment. It does not depend on the
-    rank.
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. Its tokens
+    do not depend on the rank that samples it.
 
-    Each trajectory is in one of four dicts. A round samples every `open` trajectory up to the end of its
-    turn, or for `round_len` tokens. With --env, a trajectory that ended its turn is `waiting` for the
-    environment. After the environment's reply, the trajectory is `open` again or `complete`. `graded` ones
-    have rewards.
+    Sampling goes in rounds. A round samples each unfinished trajectory up to the end of its turn, or for
+    `round_len` tokens. Without an environment (--env), a response has one turn. With --env, the policy's
+    turns alternate with texts of the environment.
 
-        add ──> open ──round──> waiting (--env) ──> complete ──graders──> graded
-                  ^───────────────┘
+    Each trajectory is in one of four dicts:
+        open      unfinished; the next round samples it
+        waiting   the policy ended its turn, and the environment has not replied (only with --env)
+        complete  finished; the graders have not returned its reward
+        graded    finished, with its reward
 
-    A trajectory is complete in two cases. 1. It reached the length limit, which counts all its tokens. 2. The
-    policy ended the turn, and no turn follows: there is no environment, or the environment ended the
-    trajectory, or the environment failed, or the trajectory has --max_turns turns."""
+        open ──round──> waiting ──reply──> complete ──grade──> graded
+          ^────────────────┘
+    Without --env, a round turns open trajectories into complete ones.
+
+    A trajectory is complete if it reached the length limit. It is also complete if the policy ended its turn
+    and no turn follows, for one of four reasons: there is no environment, the environment ended the
+    trajectory, the environment failed, or the trajectory has --max_turns turns."""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0) -> None:
-        """`problems`: prompt_id -> problem, for every trajectory that may move to this rank. `max_tokens`:
-        limit of a response, in tokens. `round_len`: limit of a round, in tokens; 0: a round is a whole
-        turn."""
+        """problems: prompt_id -> problem, for every trajectory that may move to this rank.
+        max_tokens: largest number of tokens of a response.
+        round_len: largest number of tokens of a round; 0: a round is a whole turn."""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # .text has the earlier turns, without the unfinished turn
+        self.open: dict[Key, Sample] = {}  # here Sample.text lacks the text of the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
-        self.failures: dict[Key, str] = {}  # why the environment failed
-        self.results = {}  # the grader's results: grades, and replies of the environment
+        self.failures: dict[Key, str] = {}  # trajectories whose environment failed -> the reason
+        self.results = {}  # what the Grader returned: a Grade, or the environment's Reply
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
-        """Add new trajectories."""
+        """Add new trajectories: the prompts, with empty responses."""
         ids, logp = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for i, j in keys:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
@@ -214,7 +228,8 @@ class Trajectories:
             (self.graded if s.reason else self.open)[s.prompt_id, s.sample_id] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move open trajectories to the ranks target[key]. Every rank must call it with the same `target`."""
+        """Move each open trajectory `key` to rank target[key], for the keys in `target`. A collective: every
+        rank must call it with the same `target`."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -223,8 +238,9 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      on_response: Callable[[], bool]) -> bool:
-        """Sample one round with the weights of `version`. `on_response` is called at each end of a turn; if
-        it returns True, the round is aborted. Returns False if the round was aborted, else True."""
+        """Sample one round with the weights of step `version`. Returns False if the round was aborted, else
+        True. Calls on_response() each time a turn ends. If on_response() returns True, the round is
+        aborted."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -237,8 +253,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Add a segment (the tokens of one round) to its trajectory `before`. Returns whether the
-        trajectory's turn ended."""
+        """Append a segment, which is the tokens of this round, to its trajectory `before`. Returns True if
+        the trajectory's turn ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         key = s.prompt_id, s.sample_id
         del self.open[key]
@@ -253,18 +269,18 @@ class Trajectories:
         return True
 
     def _join(self, before, segment):
-        """Returns the trajectory `before` with its next segment. The text then includes the whole turn."""
+        """Returns the trajectory `before` with `segment` appended. Its text includes the current turn."""
         turn, text = before.ids[before.turn_start:], segment.text
         if len(turn):  # the turn began in an earlier round
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # Decode the turn as a whole: a character's bytes may be on both sides of the cut between rounds.
+            # Decode the whole turn at once. The bytes of one character may be in two rounds.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Mark a trajectory as complete, and submit it to the graders of its data set."""
+        """Put a trajectory into `complete`, and submit it to the graders of its data set."""
         key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
         self.complete[key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
@@ -273,12 +289,13 @@ class Trajectories:
                                term.custom)
 
     def _fail(self, s, reason):
-        """Complete a trajectory whose environment failed. Its reward is 0."""
+        """Complete a trajectory whose environment failed. Its reward will be 0. `reason`: one of
+        grading.worker.REASONS."""
         self.failures[s.prompt_id, s.sample_id] = reason
         self._complete(s)
 
     def _read_environment(self):
-        """Wait for the environment's replies to this round's turns, and apply them."""
+        """Wait for the environment's replies to all `waiting` trajectories. Then open or complete them."""
         if self.waiting:
             self.results |= self.grader.results()
             waiting, self.waiting = self.waiting, {}
@@ -286,36 +303,40 @@ class Trajectories:
                 self._continue(key, s, self.results.pop(key))
 
     def _continue(self, key, s, reply):
-        """Append the environment's text to the trajectory, and open or complete it."""
+        """Append the environment's text to the trajectory. Then put the trajectory into `open` or into
+        `complete`. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
             return self._fail(s, reply.reason)
-        if reply.reward is not None:  # stored in the Sample, because the trajectory may move to another rank
+        if reply.reward is not None:  # kept in the Sample, so that it moves with the trajectory
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # Three cases. 1. The environment's text is longer than the room that is left: the environment failed.
+        # Three cases. 1. The text has more tokens than the response may still get: the environment failed.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
             return self._fail(s, "error")
-        # 2. No room is left, or the text would fill it exactly. The policy could not answer, so the
-        # trajectory ends here as truncated, without the text.
+        # 2. The response may get no more tokens, or exactly those of the text. The policy could not reply to
+        # the text. So the text is not appended, and the trajectory ends as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
-        # 3. The text fits, and at least one token is left for the policy's next turn.
+        # 3. After the text, the policy may still sample at least one token.
         self.open[key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns the number of tokens that may still be added to the trajectory. The limit of prompt and
-        response together is model_len in training. It is engine_len if evaluation allows longer responses."""
+        """Returns the number of tokens that may still be appended to the trajectory. Prompt and response
+        together have at most cfg.model_len tokens. An evaluation with longer responses than in training has
+        the limit cfg.engine_len instead."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
-        The first grader's grade is the reward. The other grades are reward parts."""
+
+        The first grader gives the reward, unless the environment gave one or failed. The other graders'
+        grades are reward parts."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -340,29 +361,33 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int,
             on_response: Callable[[], bool] = lambda: False,
             carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. Every rank must call `rollout` with the same `problems`
-    (prompt_id -> problem). Returns
-    1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank;
+    """Sample and grade `n` responses to each problem. Finished responses are graded while other responses are
+    still sampled. A collective: every rank must call it, with the same `problems`. Returns
+    1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
     2. with --carry: this rank's trajectories that the next step continues.
 
-    Finished responses are graded while other responses are still sampled. `on_response` is called at each
-    response, or at each turn with --env. If `on_response` returns True, sampling is aborted and both results
-    are empty. `max_tokens`: limit of a response. `key` seeds the randomness. `version`: step of the weights.
-
-    `carried` is None in evaluation. In training it has this rank's unfinished trajectories from the step
-    before. In training, --round_len cuts sampling into rounds, and --carry ends sampling early
-    (`sample_until_enough`). With --carry, a prompt_id is the prompt's number in the run (data.numbers_at)."""
+    problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
+        (data.numbers_at).
+    max_tokens: largest number of tokens of a response.
+    key: seeds the randomness.
+    version: step of the engine's weights.
+    on_response: called when a response ends, or when a turn ends with --env. If it returns True, sampling is
+        aborted, and both results are empty.
+    carried: None in evaluation. In training: the trajectories that this rank carried over from the previous
+        step. Only training uses --round_len and --carry (see `sample_until_enough`)."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
     trajectories.add(carried or ())
-    # Greedy samples of a prompt are equal. So one sample is drawn and copied at the end.
+    # Temperature 0: all samples of a prompt would be equal. So one is sampled, and copied n times at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = itertools.chain(*dist.gather(list(trajectories.open))) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    if carries:  # the ranks of carried trajectories differ in a resumed run; `move` makes both runs the same
+    # A resumed run has the carried trajectories on other ranks than the uninterrupted run. After `move` both
+    # runs have them on the same ranks.
+    if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
     scattered = engine.ranks > 1 and (round_len > 0 or not by_prompt)
@@ -380,16 +405,18 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         on_response: Callable[[], bool], carries: bool) -> set[Key] | None:
     """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
-    or None if sampling was aborted.
+    or None if sampling was aborted. The result may have keys of samples on other ranks.
 
-    With --round_len a round is at most that number of tokens. After each round, all ranks rebalance their
-    open (unfinished) trajectories. Without --round_len a round is a whole turn, and trajectories stay on
-    their rank. Then only the ranks of one engine exchange their keys, because these ranks sample together.
+    With --round_len, a round samples at most this number of tokens for each trajectory. After each round, all
+    ranks exchange their state and rebalance their open (unfinished) trajectories. Without --round_len, a
+    round is a whole turn, and trajectories stay on their rank. Then only the ranks of one engine exchange
+    their state, because they must sample the same number of rounds.
 
-    If `carries` is false, sampling ends when all trajectories are complete. If `carries` is true, sampling
-    ends when samples_per_step trajectories are complete; the prompts that began first are taken. If the
-    advantage compares a prompt's samples, a prompt counts only when all its samples are complete. Sampling
-    also continues while a prompt that began --max_staleness steps ago or earlier has an open trajectory."""
+    If `carries` is false, sampling ends when all trajectories are complete.
+    If `carries` is true, sampling ends when two conditions hold:
+    1. cfg.samples_per_step trajectories are complete. The prompts that began first are taken. If the
+       advantage compares a prompt's samples, a prompt counts only if all its samples are complete.
+    2. No open trajectory belongs to a prompt that began --max_staleness steps ago or earlier."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, on_response)
@@ -413,12 +440,12 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
-    """Distribute the samples over the ranks. Returns 1. key -> rank, 2. whether all samples of a prompt are
-    on one rank.
+    """Distribute the samples `keys` over the ranks. Returns 1. key -> rank; 2. True if all samples of a
+    prompt are on one rank.
 
-    If there are PROMPTS_PER_ENGINE prompts or more for each engine, all samples of a prompt are on one rank:
-    the engine then reads each prompt once. With fewer prompts, samples are dealt one by one. Then a prompt
-    with long responses does not keep one engine busy while the others wait."""
+    With at least PROMPTS_PER_ENGINE prompts per engine, all samples of a prompt go to one rank, so that only
+    one engine computes the prompt. With fewer prompts, samples are distributed one by one. Otherwise a prompt
+    with long responses could keep one engine busy while the other engines wait."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -427,17 +454,19 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
-    """Exchange samples so that all samples of a prompt are on one rank. Returns this rank's samples, ordered
-    by (prompt_id, sample_id)."""
+    """Move samples between ranks so that all samples of a prompt are on one rank. Returns this rank's
+    samples, ordered by (prompt_id, sample_id). A collective."""
     outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
-    """Returns key -> new rank, for the keys that must move to balance the ranks. Then the numbers of keys on
-    two ranks differ by at most 1. The smallest possible number of keys moves. held[r]: the keys on rank r."""
+    """Returns key -> new rank, for the keys that must move to balance the ranks. held[r]: the keys on rank r.
+
+    After the moves, two ranks differ by at most one key. As few keys as possible move."""
     ranks, total = len(held), sum(map(len, held))
-    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))  # the remainder goes to the fullest ranks
+    # If the ranks can't have equally many keys, the fullest ranks keep one more. So fewer keys move.
+    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
     room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
@@ -446,14 +475,17 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
 # --- metrics of problems
 
-Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one value a problem
+Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one value for each problem
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> values, one value for each problem. A problem has `n` samples.
+    """Returns metric -> list with one value for each problem. Every problem has `n` samples. The metrics:
 
-    avg@n is the mean reward of n samples. pass@k, for k = 2, 4, … n, is the unbiased estimate. maj@n grades
-    the most frequent answer. response_len is in tokens. truncated is a share from 0 to 1."""
+    avg@n         mean reward of the n samples
+    pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
+    maj@n         see `majority`; for n above 2
+    response_len  mean number of tokens
+    truncated     share of truncated responses, from 0 to 1"""
     groups = group_by_prompt(samples)
     right = [sum(s.reward > 0 for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -467,15 +499,15 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns the probability that k samples, drawn from n samples without replacement, contain a right one.
-    `right` of the n samples are right: 1 - C(n - right, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Returns pass@k: the probability that at least one of k samples is right, if the k samples are drawn
+    without replacement from n samples, of which `right` are right (arXiv 2107.03374, eq. 1)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if the most frequent answer among one prompt's samples is right, else 0. If several answers
-    are equally frequent, returns the share of right ones among them. A sample without an answer doesn't
-    vote."""
+    """Returns 1 if the most frequent answer of one prompt's samples is right, else 0. If several answers are
+    the most frequent ones, returns the share of right answers among them. Samples without an answer are
+    ignored."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.reward > 0}
@@ -483,7 +515,7 @@ def majority(group: Sequence[Sample]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean of the problems' values. Without values (sampling was aborted) it returns 0."""
+    """Returns the mean of the values, or 0 if there are none. There are none if sampling was aborted."""
     return math.fsum(values) / max(len(values), 1)
 
 
@@ -491,9 +523,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
-    """Returns a sample as a row of samples/*.jsonl or eval/*.jsonl. With `save_logps` the row also has the
-    response's token ids and the engine's log-probs, rounded to 4 decimals. The log-prob of an environment's
-    token is null."""
+    """Returns the sample as a dict: one row of a file in samples/ or eval/. With `save_logps` the row also
+    has the response's token ids and the engine's log-probs (nats, 4 decimals). Tokens that the environment
+    wrote have the log-prob None."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
@@ -506,9 +538,9 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
-    """Returns name -> problems, for each file of cfg.eval_data. `set_names` gives the names. Raises UserError
-    as load_problems does."""
-    longer = cfg.eval_response_len > cfg.max_response_len  # then engine_len is longer than model_len
+    """Returns name -> problems, for each file of --eval_data. `set_names` makes the names. Raises UserError
+    for the same mistakes as load_problems."""
+    longer = cfg.eval_response_len > cfg.max_response_len  # evaluation allows longer responses than training
     longest = cfg.engine_len if longer else cfg.model_len
     return {name: load_problems([path], tokenizer, cfg, say, longest)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
@@ -520,8 +552,9 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    The name is the file name without its suffix. If another file has the same name, or if the name is one of
-    SPLITS, the folder's name is put in front. This repeats with the next folder up.
+    The name is the file's name without its suffix. If another file has the same name, or if the name is a
+    usual name of a split (SPLITS), the name of the file's folder is put in front. If this is not enough, the
+    next folder up is put in front, too.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test
@@ -547,8 +580,10 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
                step: int, on_response: Callable[[], bool] = lambda: False) -> tuple[Scores, list[dict]]:
-    """Sample and grade the held-out sets (name -> problems). Returns, on every rank, 1. the scores, 2. one
-    row per response. The randomness is the same at every step, so evaluations differ only by the weights."""
+    """Sample and grade the held-out problems of each evaluation set. Returns, on every rank, 1. the scores;
+    2. one row for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
+
+    Every step uses the same random numbers. So evaluations of two steps differ only by the weights."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -562,8 +597,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Probl
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns `accuracy` of the samples of all ranks, in the order of the problems. This order is the same
-    for any number of ranks, so a mean has the same rounding."""
+    """Returns the result of `accuracy` for the samples of all ranks. The values are in the order of the
+    problems, for any number of ranks. So the rounding of a mean does not depend on the number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(itertools.chain(*dist.gather(list(rows))))
@@ -576,14 +611,15 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """Returns the engine that cfg names, for the model folder `path`. Raises UserError if it can't run
-    there."""
+    """Returns a new engine for the model folder `path`: the one that --engine names. Raises UserError if this
+    engine can't run the model on this device."""
     check_engine_flags(path, cfg, device)
     return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError where the engine that cfg names can't run the model folder `path`."""
+    """Raises UserError if --tp is used without vLLM, or if the model in the folder `path` does not support
+    sequences of cfg.engine_len tokens."""
     kind = engine_kind(cfg, device)
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
@@ -593,24 +629,25 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def engine_kind(cfg: Config, device: torch.device) -> str:
-    """Returns the engine's name in ENGINES. --engine auto depends on the device."""
+    """Returns the engine's name in ENGINES. With --engine auto, the name depends on the device."""
     return cfg.engine_kind(device.type == "cuda")
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens. Scaling of its rotary embeddings
-    (rope) is included. Returns infinity if the config has no limit."""
+    """Returns the longest sequence that the model supports, in tokens, or infinity if the config has no
+    limit. If the config scales the rotary embedding (RoPE), the result is the length after scaling."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # If layer types have separate rotary embeddings, max_position_embeddings already includes the scaling.
+    # Some configs have a separate RoPE for each type of layers (`others`). In these configs,
+    # max_position_embeddings is already the length after scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 
 
 def make_grader(cfg: Config) -> Grader:
-    """Start this rank's grading processes for cfg's rewards. Returns the Grader. Raises UserError for a
-    reward or an extractor that doesn't exist."""
+    """Returns a new Grader for --reward and --env, which grades this rank's responses. Raises UserError if a
+    reward or an extractor does not exist."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)
