@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
-import torch
 from ranks import make_samples
 
 import data
@@ -72,21 +70,6 @@ def test_short_samples_of_a_prompt_stay_together():
     assert all(len(packs) == 1 for packs in packs_of_prompts(lengths, 2))
     assert sum(len(packs) > 1 for packs in packs_of_prompts(lengths * 60, 2)) > 16
     assert set.union(*packs_of_prompts(lengths[:16], 8)) == set(range(8))
-
-
-def test_the_tensors_of_a_pack_are_aligned():
-    samples = make_samples(5)
-    p = data.pack(samples)
-    assert len(p.tokens) == sum(s.length for s in samples) == p.cu_seqlens[-1]
-    for s, a, b in zip(samples, p.cu_seqlens[:-1].tolist(), p.cu_seqlens[1:].tolist(), strict=True):
-        n = len(s.prompt)
-        assert p.tokens[a:b].tolist() == [*s.prompt, *s.ids]
-        assert p.positions[a:b].tolist() == list(range(b - a))
-        assert p.mask[a:b].tolist() == [False] * n + [True] * len(s.ids)
-        assert torch.equal(p.engine_logp[a + n:b], torch.from_numpy(s.logp))
-        assert p.rewards[a:b].tolist() == [0.0] * (b - a - 1) + [s.reward]
-        assert p.advantages[a + n:b].tolist() == pytest.approx([s.advantage] * len(s.ids))
-    assert not data.pack([]).mask.any()
 
 
 def test_shared_prefixes_are_computed_once():

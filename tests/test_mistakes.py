@@ -49,6 +49,15 @@ AT_ONCE = {
     "log-probs of no samples": ("tiny-ppo --save_samples none --save_logps", "--save_logps has no effect"),
     "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "1 values for 2 files"),
     "samples for other files": ("orz-7b --eval_data a b c --eval_samples 1 2", "2 values for 3 files"),
+    "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 without --round_len"),
+    "carry without correction": ("tiny-grpo --round_len 4 --carry 0.25 --tis_clip None",
+                                 "needed: --tis_clip 2"),
+    "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
+                             "--carry 0.25 with --resample_rounds 1"),
+    "a round longer than a response": ("tiny-grpo --round_len 49",
+                                       "has at most 48 tokens; needed: at most --round_len 48"),
+    "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",
+                                      "needed: at most --round_len 47"),
     "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
@@ -61,7 +70,7 @@ AT_ONCE = {
 # Arguments and errors for two ranks. These errors come after torch is imported.
 ON_RANKS = {
     "layout debug": ("--layout debug", "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
-    "layout production": ("--layout production", "32 ranks, and 2 were started; needed: torchrun --nnodes 4"),
+    "layout production": ("--layout production", "needed: torchrun --nnodes 4 --nproc-per-node 8"),
     "ranks no multiple of tp": ("--tp 3", "engines of --tp 3; needed: a multiple of 3 ranks"),
     "no vllm": ("--engine vllm", "vllm can't be imported"),
     "no GPU": ("--device cuda", "0 GPUs on "),
@@ -69,6 +78,7 @@ ON_RANKS = {
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
     "a family": ("--model mamba", "mamba"),
     "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
+    "a folder without a model": ("--model nothing", "config.json"),
     "no data": ("--data", "data"),
     "an empty data file": ("--data empty.jsonl", "empty.jsonl"),
     "rows without answers": ("--data unanswered.jsonl",
@@ -96,6 +106,8 @@ ON_RANKS = {
     "a folder that nobody can make": ("--out /dev/null/run", "can't write to /dev/null/run"),
     "a metric's name": ("--keep_best accuracy", "no metric 'accuracy'"),
     "a disk that is too small": ("--keep 1000000000", "free in"),
+    "memory that is too small": ("--max_num_seqs 1000000 --max_response_len 500000 --pack_len 600000 "
+                                 "--samples_per_prompt 4000", "needed: --max_num_seqs"),
 }
 
 
@@ -111,8 +123,9 @@ def folder(tiny, base, tmp_path_factory):
              "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}
     for name, text in files.items():
         (path / name).write_text(text)
-    for name, left_out in {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "none"}.items():
-        shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(left_out))
+    left_out = {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "none", "nothing": "*"}
+    for name, pattern in left_out.items():
+        shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(pattern))
     config = json.loads((path / "mamba" / "config.json").read_text())
     (path / "mamba" / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     (path / "full").mkdir()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model, run_ranks
-from ranks import main as run_main
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -322,15 +321,6 @@ def test_a_machine_with_too_little_memory_is_refused():
     assert not plan.shortage(dataclasses.replace(small, host=2000 * GIB))
     hosts = case("orz-7b", "--layout", "production", world=32, host=32 * GIB)
     assert "machine that has 32.0 GiB" in plan.shortage(hosts)
-
-
-def test_a_run_that_cant_fit_ends_before_a_model_is_loaded(base, tmp_path):
-    """Both ranks refuse a cache for a million responses of 500,000 tokens, in one line with the flag."""
-    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), max_num_seqs=10**6,
-                              max_response_len=500_000, pack_len=600_000, samples_per_prompt=4000)
-    for said in run_ranks(2, run_main, cfg):
-        assert "KV cache" in said and "needed: --max_num_seqs" in said and "\n" not in said
-    assert not (tmp_path / "o" / "metrics.jsonl").exists()
 
 
 # --- output

@@ -5,6 +5,7 @@ the code under test.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -131,12 +132,15 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """Mask, log-probs and advantages are nonzero on sampled tokens only; the environment's texts are input. A
-    reward is on the sample's last token; ppo.gae moves it to the last sampled one."""
+    """Mask, log-probs and advantages are nonzero on sampled tokens only; the environment's texts are input.
+    Positions count from each sample's start. A reward is on the sample's last token; ppo.gae moves it to the
+    last sampled one."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
     assert p.tokens.tolist() == [i for s in samples for i in (*s.prompt, *s.ids.tolist())]
+    assert p.cu_seqlens.tolist() == [0, *itertools.accumulate(s.length for s in samples)]
+    assert p.positions.tolist() == [i for s in samples for i in range(s.length)]
     for s, mine in zip(samples, steps, strict=True):
         assert [round(float(x), 5) for x in p.advantages[mine]] == [round(s.advantage, 5)] * len(mine)
         assert p.engine_logp[mine].tolist() == s.logp[s.is_sampled].tolist()[:len(mine)]
