@@ -1,14 +1,16 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
 This file tokenises the rows that grading/rows.py reads. It draws each step's prompts as a pure function of
-(seed, step). It cuts a step's samples into minibatches and balanced packs, and lays packs out for the model.
+(seed, step). It assigns a step's samples to minibatches, ranks and packs. A pack is the tokens of one forward
+pass: several samples end to end.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
     minibatches = assign(lengths, work, prompts, ranks, cfg, step)  # minibatch, rank and pack of each sample
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
-Departs from Open-Reasoner-Zero: no remainder is dropped, and no sample is duplicated as padding.
+Departs from Open-Reasoner-Zero: every sample is used. None is dropped because it does not fill a batch, and
+none is duplicated as padding.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-ORDER, MINIBATCH, REPLACE = 1, 2, 3  # random streams of this file: np.random.default_rng([seed, stream, …])
+# Random streams of this file. A stream is np.random.default_rng([seed, ORDER, …]), and so on.
+ORDER, MINIBATCH, REPLACE = 1, 2, 3
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -54,49 +57,50 @@ Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 class Problem:
     """A prompt with a verifiable answer."""
 
-    text: str  # the problem as the file has it
-    ids: tuple[int, ...]  # tokens of the templated prompt
+    text: str  # the problem as it is in the file, without the template
+    ids: tuple[int, ...]  # tokens of the prompt: the template with the problem in it
     answer: str  # the gold answer
     kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
     weight: float = 1.0  # how often the problem comes in an epoch
-    dataset: str = ""  # the row's data set, which may have an extractor and a grader of its own
+    dataset: str = ""  # the row's data set; --extractor and --reward may have an entry for it alone
     file: str = ""
     row: int = 0  # the row's number in the file
 
     @property
     def where(self) -> str:
-        """`FILE:ROW`, for messages."""
+        """Returns `FILE:ROW` for messages."""
         return f"{os.path.basename(self.file)}:{self.row}"
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; text is never
-    re-tokenised. With --env, segments that the policy sampled and texts of the environment alternate."""
+    re-tokenised. With --env, a response alternates between turns of the policy and texts of the
+    environment."""
 
-    prompt_id: int  # which prompt of the step's batch
-    sample_id: int  # which of the prompt's samples
-    prompt: tuple[int, ...]
-    ids: np.ndarray  # (L,) int32 response tokens of all segments, with the tokens of the stop string or EOS
-    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 where not sampled
-    stopped: bool  # ended by EOS or a stop string, not by the length limit
+    prompt_id: int  # index of the prompt in the step's batch
+    sample_id: int  # index of this sample among the prompt's samples
+    prompt: tuple[int, ...]  # tokens
+    ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
+    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 at environment tokens
+    stopped: bool  # true: ended by EOS or a stop string; false: ended by the length limit
     text: str  # the response, decoded
-    version: int  # version of the weights that sampled the last segment
+    version: int  # version of the weights that sampled the last tokens
     reward: float = 0.0  # from the grader
     reason: str = ""  # why the grader gave this reward: one of reward.REASONS
     answer: str | None = None  # the answer that was extracted from the response
-    grader: str = ""  # the term of --reward that gave the reward
-    weight: float = 1.0  # weight of the reward in training
-    parts: dict[str, float] = field(default_factory=dict)  # other terms of --reward, weighted, by name
-    failed: tuple[str, ...] = ()  # graders whose function raised
+    grader: str = ""  # name of the --reward term that gave the reward
+    weight: float = 1.0  # the weight of this --reward term
+    parts: dict[str, float] = field(default_factory=dict)  # name -> weighted value of each other reward part
+    failed: tuple[str, ...] = ()  # names of the graders whose function raised an exception
     in_loss: bool = True  # whether the sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
     versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
     turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
     turn_start: int = 0  # index in `ids` where the last turn starts
-    env_reward: float | None = None  # the environment's reward, which replaces the grader's; None: no reward
-    advantage: float = 0.0  # GRPO: from the group's scores. PPO computes an advantage per token later
-    prompt_share: float = 0.0  # weight of a token of this sample in the loss, with --aggregation prompt
+    env_reward: float | None = None  # replaces the grader's reward; None: the environment gave no reward
+    advantage: float = 0.0  # GRPO's advantage. PPO computes an advantage per token later
+    prompt_share: float = 0.0  # with --aggregation prompt: weight in the loss of each token of this sample
 
     @property
     def length(self) -> int:
@@ -105,28 +109,29 @@ class Sample:
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """(L,) bool: the response tokens that the policy sampled."""
+        """Returns (L,) bool: true at the response tokens that the policy sampled."""
         return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
 
     @property
     def token_versions(self) -> np.ndarray:
-        """(L,) int32: version of the weights that sampled each token."""
+        """Returns (L,) int32: version of the weights that sampled each response token."""
         return np.full(len(self.ids), self.version, np.int32) if self.versions is None else self.versions
 
     @property
     def entered(self) -> dict[str, float]:
-        """The weighted reward and its parts, by name."""
+        """Returns name -> summand of the score: the weighted reward and the parts."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
     def score(self) -> float:
-        """What training maximises: the sum of the weighted reward and its parts."""
+        """The number that training maximises: the weighted reward plus the parts."""
         return self.weight * self.reward + sum(self.parts.values())
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """N segments (prompt + response) end to end, T tokens in all. The tensors are never changed in place.
+    """The tokens of one forward pass: N segments (prompt + response) end to end, T tokens in all. The tensors
+    are never changed in place.
 
         tokens       p q r a b | p q r c d e       prompt p q r with the responses a b and c d e
         positions    0 1 2 3 4 | 0 1 2 3 4 5
@@ -139,23 +144,24 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host, which knows L without a wait
-    fresh_tokens: Tensor  # (F,) indices where `mask` is true and the step's own weights sampled the token
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host: on a GPU, nonzero() waits
+    fresh_tokens: Tensor  # (F,) indices where `mask` is true and this step's weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
-    prompt_share: Tensor  # (T,) weight of the token in the loss, with --aggregation prompt
-    longest: int  # tokens of the longest segment
-    responses: int  # samples that enter the loss; 0 in a filler
+    prompt_share: Tensor  # (T,) with --aggregation prompt: weight of the token in the loss
+    longest: int  # number of tokens of the longest segment
+    responses: int  # number of samples that enter the loss; 0 in a filler pack
     unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
     inverse: Tensor  # (T,) for each token, its position in `unique`
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
     ref_logp: Tensor | None = None  # (T,) from the reference
-    values: Tensor | None = None  # (T,) from the critic before its first update of the step
+    values: Tensor | None = None  # (T,) from the critic before the step's first update
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack on another device. Pinned memory lets the copy to a GPU run beside other work."""
+        """Returns the pack on another device. The host does not wait for the copy to a GPU, because the
+        memory is pinned."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         if torch.device(device).type == "cuda":
             tensors = {k: v.pin_memory() for k, v in tensors.items()}
@@ -168,12 +174,12 @@ class Pack:
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print,
                   longest: int = 0) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
-    --max_prompt_len, and prompts that leave no room for a response. Calls `say` with one line that has the
-    numbers of problems and of dropped rows.
+    --max_prompt_len, and prompts that leave no room for a response. Then calls `say` with one line, which
+    says how many problems are left and how many rows were dropped.
 
-    cfg.data_weights apply if `paths` is cfg.data. `longest`: limit of prompt and response together, in
-    tokens; 0: cfg.model_len. Raises UserError with file and row if a row can't be read, and if no problem is
-    left."""
+    If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
+    `longest`: limit of prompt plus response, in tokens; 0: cfg.model_len. Raises UserError if no problem is
+    left, and with file and row if a row can't be read."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -208,11 +214,12 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callab
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function: conversation -> tokens of its prompt. The last turn of a conversation is the
-    problem.
+    """Returns a function that turns a conversation into the tokens of a prompt. The last turn of a
+    conversation is the problem.
 
-    The chat template shows all turns. If a conversation has no system turn, `system_prompt` is put first. The
-    other templates show only the problem. The tokenizer adds its BOS token if it has one.
+    "chat", the tokenizer's chat template, shows all turns. If a conversation has no system turn, the system
+    turn is `system_prompt`. The other templates show only the problem, and the tokenizer adds its BOS token
+    if it has one.
 
     Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
     if the template can't show the conversation, and if the prompt ends in the EOS token."""
@@ -253,7 +260,8 @@ def prompt_form(template: str) -> str:
 
 
 def _fill_form(form, turns, template):
-    """Returns the text of the prompt. Raises UserError if a turn comes before the problem."""
+    """Returns the template's text `form` with the problem in place of {problem}. Raises UserError if other
+    turns come before the problem, because `form` can't show them."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -261,19 +269,20 @@ def _fill_form(form, turns, template):
 
 
 def _fill_chat_template(tokenizer, turns, system_prompt):
-    """Returns the text of the prompt. Raises UserError if the chat template fails or leaves a turn out."""
+    """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
+    fails or leaves a turn out."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as e:  # a chat template is a program, which may raise anything
+    except Exception as e:  # a chat template is a program, so it may raise any exception
         why = " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"the chat template refuses its turns ({why:.80}); needed: roles that it knows, or "
                         "another --template") from None
-    shown = "".join(text.split())  # templates strip spaces
+    shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
-        # Templates may cut the thoughts out of assistant turns, so assistant turns are not checked.
+        # Assistant turns are not checked, because a template may remove the thoughts from them.
         require(role == "assistant" or "".join(content.split()) in shown,
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
@@ -281,12 +290,12 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template for an exported tokenizer. With it, the tokenizer gives the same prompts
-    as in training. Returns "" if the tokens would differ. `form`: the result of prompt_form.
+    """Returns a Jinja chat template for the exported tokenizer, which then makes the same prompts as in
+    training. Returns "" if the prompts' tokens would differ. `form`: the result of prompt_form.
 
-    If `form` is "", the result is the tokenizer's own template. It then adds the system prompt to a
-    conversation without a system turn. Otherwise the template shows one user turn, and raises for any other
-    conversation."""
+    If `form` is "", the result is the tokenizer's own chat template. If there is a system prompt, the result
+    adds it to conversations without a system turn. If `form` is a text, the result takes conversations of one
+    user turn, and raises an exception for others."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -294,7 +303,7 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
         first = _as_jinja({"role": "system", "content": system_prompt})
         return ("{% if messages[0]['role'] != 'system' %}{% set messages = [" + first
                 + "] + messages %}{% endif %}{{ '' }}" + own)
-    start = "".join(tokenizer.convert_ids_to_tokens(tokenizer("").input_ids))  # BOS, or nothing
+    start = "".join(tokenizer.convert_ids_to_tokens(tokenizer("").input_ids))  # BOS if the tokenizer adds it
     found = ("{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
              "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
              "{{ " + _as_jinja(start + form) + ".replace('{problem}', messages[0]['content']) }}")
@@ -304,13 +313,13 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 
 def _as_jinja(value):
-    """Returns the value as a Jinja literal. Jinja reads the escapes of JSON."""
+    """Returns the value as a Jinja literal. JSON can be used, because Jinja reads JSON's escapes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the problems: tokens, answers, kinds, weights and data sets, in order. A checkpoint
-    stores this hash (see ckpt.resume)."""
+    """Returns a hash of all problems in order. Each problem enters with its tokens, answer, kind, weight and
+    data set. A checkpoint stores this hash, and ckpt.resume compares it."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
@@ -321,14 +330,14 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """Returns the prompts that begin in the step. The result is a pure function of (seed, step). Each epoch
-    has a new random order."""
+    """Returns the problems that are first sampled in this step. The result is a pure function of
+    (seed, step). Each epoch has a new random order."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
 
 def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Config) -> dict[int, Problem]:
-    """Returns number -> problem. The prompts of a run are numbered from 0, in the order in which they
-    begin."""
+    """Returns prompt number -> problem. The prompts of a run are numbered from 0, in the order in which the
+    run samples them."""
     groups = _groups(problems)
     n = _total(groups)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
@@ -336,20 +345,21 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts that begin in the step. In each step --prompts_per_step prompts
-    begin. In the first step, the extra prompts of --carry begin too."""
+    """Returns the numbers of the prompts that are first sampled in this step. Each step has
+    --prompts_per_step of them. The first step also has the extra prompts of --carry."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
 
 def step_of(number: int, cfg: Config) -> int:
-    """Returns the step in which the prompt with this number begins."""
+    """Returns the step in which the prompt with this number is first sampled."""
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns replacement prompts for uniform groups, one for each prompt of the step. The result is a pure
-    function of (seed, step, round). Prompts are drawn from the step's epoch, so --data_weights apply."""
+    """Returns one replacement for each prompt of the step. train.resample uses them for prompts whose samples
+    all have the same reward. The result is a pure function of (seed, step, round). Replacements are drawn
+    from the step's epoch, so --data_weights apply."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -370,9 +380,9 @@ def _draws(weight, n):
 
 
 def _groups(problems):
-    """Returns (weight, indices) of each group of problems. A file is a group. An epoch draws
-    weight × (number of problems) prompts from a group. Files with the same integer weight are one group,
-    because an epoch has all problems of these files equally often."""
+    """Returns (weight, indices of problems) of each group. An epoch draws weight × (number of problems)
+    prompts from a group. A group is one file. But files with the same integer weight w form one group,
+    because an epoch has each of their problems w times."""
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
@@ -382,8 +392,9 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems: 1. in order, 2. shuffled. Each problem comes floor(weight)
-    times. A random part of each group, the fraction of the weight, comes once more."""
+    """Returns the indices of an epoch's problems: 1. group after group, 2. shuffled. Each problem comes
+    floor(weight) times. A random part of the group comes once more: with weight 1.3, it is 30 % of the
+    group."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for weight, indices in groups:
         whole, rest = divmod(_draws(weight, len(indices)), len(indices))
@@ -396,8 +407,9 @@ def _epoch(groups, seed, epoch):
 
 
 def extended(before: Sample, segment: Sample) -> Sample:
-    """Returns the trajectory `before` with `segment` appended. The prompt of `segment` was all of `before`.
-    The text is not changed."""
+    """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
+    appended. The engine sampled `segment` after all tokens of `before`. The result has the `text` of
+    `before`, so the caller must update it."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -407,8 +419,8 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """Returns the trajectory with the environment's `text` appended. The policy's next turn starts after this
-    text. `ids`: tokens of `text`."""
+    """Returns the trajectory `s` with the environment's `text` appended. The policy's next turn starts after
+    this text. `ids`: tokens of `text`."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
     return replace(extended(s, reply), text=s.text + text, turns=s.turns + 1,
@@ -429,8 +441,8 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
     indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
     Samples must be ordered by (prompt_id, sample_id).
 
-    Minibatches are the same for any number of ranks, and packs do not change the maths. So neither the number
-    of ranks nor the packing changes a result."""
+    The minibatches do not depend on the number of ranks, and the loss does not depend on the packs. So
+    neither the number of ranks nor the packing changes what is learned."""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -441,10 +453,11 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    Each rank gets the same number of packs, because FSDP's collectives need that. The k-th packs of all ranks
-    have about the same cost, because the ranks wait for each other. A shared prefix is computed once per
-    pack. So samples of one prompt stay together, in units of at most 1/8 of a pack and 1/8 of a rank's
-    tokens."""
+    Every rank gets the same number of packs, because FSDP's collectives need that. All ranks work on their
+    k-th packs at the same time and wait for each other, so these packs have about the same cost.
+
+    A prefix that samples share is computed once per pack. So samples of one prompt are moved in units. A unit
+    has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -452,14 +465,15 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    bins.sort(key=lambda b: -cost[b].sum())  # costliest first; then the k-th packs of all ranks cost alike
+    # Neighbours in this order become the k-th packs of all ranks, so these have about the same cost.
+    bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for unit in b for i in units[unit]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Cut ascending sample indices into lists. A list has samples of one prompt, with at most `limit` tokens
-    together. A longer sample is a list of its own."""
+    """Returns the ascending sample indices, cut into lists. A list has samples of one prompt, with at most
+    `limit` tokens in all. A sample that is longer than `limit` has a list of its own."""
     lists = []
     room = 0
     for i in indices:
@@ -474,9 +488,12 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Partition items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and costs cost[i]
-    (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if some
-    item fits in no list. Greedy (LPT): the costliest item goes first, into the cheapest list with room."""
+    """Partition items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and the cost
+    cost[i] (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if
+    an item fits in no list.
+
+    The algorithm is greedy (LPT). It takes the items from the most to the least expensive, and puts each into
+    the cheapest list that has room."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -490,15 +507,15 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# The only sample of a filler pack: one token outside the loss. A rank without samples runs fillers, so that
-# every rank runs the same number of passes.
+# The only sample of a filler pack: one token that does not enter the loss. A rank without samples computes
+# filler packs, because FSDP needs the same number of passes on every rank.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack: the samples end to end (see Pack). Without samples, returns a filler pack. `step`:
-    tokens that the weights of this version sampled are fresh; None: all tokens are fresh."""
+    """Returns a pack with the samples end to end (see Pack). Without samples, returns a filler pack. `step`:
+    version of the weights whose tokens are in `fresh_tokens`; None: the tokens of all versions are."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -541,21 +558,21 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns 1. `unique` (U,): indices of the tokens that the model computes, 2. `inverse` (T,): for each
-    token, its position in `unique`.
+    """Finds the tokens that need to be computed only once. Returns
+    1. `unique` (U,): indices of the tokens that the model computes;
+    2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it.
 
-    Attention is causal, so a token's hidden state depends only on its prefix. Tokens with equal prefixes are
-    computed once:
+    Attention is causal, so the hidden states of a token depend only on this token and the tokens before it in
+    its segment. Where segments begin with the same tokens, these tokens are computed once:
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)
         unique      0 1 2 3 4           9   10 11        (U = 8: p q r a b c s d)
         inverse     0 1 2 3 4   0 1 2 3 5   6  7
-
-    Sorting puts the segments with the longest common prefixes next to each other.
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
-    computed = np.arange(starts[-1])  # for each token: index of the computed token with the same prefix
+    computed = np.arange(starts[-1])  # for each token: index of the token that is computed for it
+    # Sorting puts the segments with the longest common prefixes next to each other.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))
