@@ -2,12 +2,12 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three digits, where a worked-out answer is much longer than a guess. Each
-run has one rank, in a process forked from this one, which has imported everything. Missing base models are
-pretrained: they are the folders BASE-SEED. Runs that an earlier call has finished are kept.
+PPO and GRPO also train on sums of three digits. There, a worked-out answer is much longer than a guess. A run
+has one rank, in a fork of this process. The base models are the folders BASE-SEED; missing ones are
+pretrained. Finished runs of an earlier call are not repeated.
 
-Results for each recipe and seed: final held-out accuracy, steps to a mean reward of 0.9, response length
-at the first and last step. They go to bench/results/algorithms.json, .md and .png.
+Results for each recipe and seed: held-out accuracy after the last step, steps to a mean reward of 0.9,
+response length at the first and last step. They go to bench/results/algorithms.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from configs import PRESETS, Config
 from log import read_metrics
 from tools import tiny
 
-HARD = "-3-digits"  # ending of the names of runs on sums of three digits
-PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # the others are named NAME-7b
+HARD = "-3-digits"  # runs on sums of three digits have names with this ending
+PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all other presets are named NAME-7b
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Preset fields in which the members of the GRPO family differ.
+# Recipe -> FIELDS of its preset. These are the fields in which the members of the GRPO family differ.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """Returns the compared runs at the demo's size: PPO, and each recipe of grpo.py as in its paper."""
+    """Returns name -> config of the compared runs at the demo's size: PPO, and the recipes of grpo.py as in
+    their papers."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
                  "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
@@ -54,7 +55,7 @@ def configs(steps: int) -> dict[str, Config]:
 
 
 def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
-    """Returns a recipe's config with this seed. Pretrains the seed's base model if it is missing."""
+    """Returns a recipe's config for one seed. Pretrains the base model of this seed if it is missing."""
     if name.endswith(HARD):
         model = tasks.build(f"{base}3-{seed}", "sums-3", seed)
     else:
@@ -64,7 +65,7 @@ def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
 
 
 def result(out: Path) -> dict:
-    """Returns the figures of a finished run."""
+    """Returns the results of a finished run in the folder `out`: accuracies, lengths and reward curves."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     rewards = [r["reward"] for r in steps]
@@ -77,8 +78,8 @@ def result(out: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table of means over the seeds. The spread is the largest accuracy minus the
-    smallest."""
+    """Returns a Markdown table with one row per recipe: means over the seeds. The spread is the largest
+    accuracy of a seed minus the smallest."""
     lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
@@ -92,7 +93,7 @@ def table(results: dict[str, list[dict]]) -> str:
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
-    """Plots the reward over the steps, one panel a recipe, with PPO's in grey."""
+    """Plots the reward over the steps, one panel per recipe. Each panel also shows PPO's reward in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +114,8 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def draw_panel(axis, name: str, runs: list[dict]) -> None:
-    """Draws each seed's reward for one recipe; for sums of three digits also the response length."""
+    """Draws one recipe's reward, one line per seed. For sums of three digits, also draws the response
+    length."""
     for seed, r in enumerate(runs):
         axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
     axis.set_title(name, fontsize=10)

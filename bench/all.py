@@ -1,11 +1,11 @@
 """Runs every bench that this machine allows, one after the other.
 
-    python -m bench.all [--only train step …] [--list]     # or: make bench; --list: print the commands only
+    python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-On a CPU: the demo's model, and two layers of Qwen2.5-0.5B's shape. On a GPU: the shapes of 0.5B, 1.5B and 7B
-(8 of its layers), packs of 16,384 tokens, and vLLM beside the trainer. Nothing else should run at the same
-time. All figures go to bench/results/DEVICE.json, and as a table to DEVICE.md. bench/vs_trl.py is not
-included, because it needs another project.
+On a CPU, the models are the demo's and two layers of Qwen2.5-0.5B. On a GPU, they have the shapes of 0.5B,
+1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the trainer. No other program should
+run at the same time. The measurements go to bench/results/DEVICE.json, and as a table to DEVICE.md.
+bench/vs_trl.py is not included, because it needs TRL.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench.common import RESULTS, arguments, markdown
 from bench.scaling import run_bench
 from bench.shape import build
 
-Case = tuple[str, list[str], int, int]  # bench, arguments, ranks, threads of each rank
+Case = tuple[str, list[str], int, int]  # name of the bench, its arguments, ranks, threads of each rank
 LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment",
-          "algo", "ranks", "engine", "samples")  # fields of a figure that say what was measured
+          "algo", "ranks", "engine", "samples")  # fields of a result that say what was measured
 
 
 def on_cpu(cores: int) -> list[Case]:
-    """Returns the CPU cases: the demo's model, with one rank per core or with one rank of all threads."""
+    """Returns the cases for a CPU. A case has one rank per core, or one rank with a thread per core."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
     head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]
@@ -46,7 +46,8 @@ def on_cpu(cores: int) -> list[Case]:
 
 
 def on_gpu() -> list[Case]:
-    """Returns the cases of one GPU. Makes runs/shape-0.5b, the model of the engine and step benches."""
+    """Returns the cases for one GPU. Makes the folder runs/shape-0.5b, the model of bench/rollout.py and
+    bench/step.py."""
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
@@ -63,7 +64,8 @@ def on_gpu() -> list[Case]:
 
 
 def device() -> str:
-    """Returns a file name for the device: the GPU's name, or the processor's name and number of cores."""
+    """Returns a file name for the device, made of the GPU's name, or of the processor's name and number of
+    cores."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -73,10 +75,11 @@ def device() -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a Markdown table: one line per figure, with its labels and its nonzero numbers."""
+    """Returns a Markdown table with one line per row of results: its LABELS, and its nonzero numbers."""
     lines = []
     for row in rows:
-        # A float is a measurement, even if its name is a label's: the seconds of the phase "pack".
+        # Some measurements have the name of a label: "pack" may be the pack length, or the seconds of the
+        # phase "pack". A float is always a measurement.
         labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
@@ -85,7 +88,8 @@ def table(rows: list[dict]) -> str:
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
-    """Runs the cases, or with `only_list` prints their commands. Returns the figures and what failed."""
+    """Runs the cases, or only prints their commands (`only_list`). Returns the results, and the error text
+    of each case that failed."""
     rows, failures = [], []
     for script, args, ranks, threads in cases:
         print(f"bench.{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)

@@ -1,4 +1,4 @@
-"""Helpers of several benches: command lines, JSON lines, folders and torchrun."""
+"""Functions that several benches use: command lines, JSON lines, folders and torchrun."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line: one flag per default, of the default's type. False: a switch; (): any number
-    of words. --help prints the module's text `doc`."""
+    """Parses the command line. Each keyword argument is a flag with its default value.
+
+    The type of a flag is the type of its default. A default of False makes a switch. A tuple makes a flag
+    that takes any number of words. doc: the module's docstring, which --help prints."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -32,13 +34,14 @@ def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
 
 
 def say(row: dict) -> None:
-    """Print a JSON line."""
+    """Prints a row as a JSON line."""
     print(json.dumps(row), flush=True)
 
 
 def new_folder(out: str) -> Path:
-    """Returns the path of --out. Raises UserError if the folder is not empty."""
-    from configs import require  # here, because vs_trl.py runs in TRL's environment too
+    """Returns the absolute path of `out`, the value of --out. Raises UserError if it is neither new nor an
+    empty folder."""
+    from configs import require  # not at the top: vs_trl.py imports this file in TRL's environment too
 
     path = Path(out).absolute()
     require(not path.exists() or path.is_dir() and not any(path.iterdir()), f"{path} is not empty",
@@ -47,18 +50,22 @@ def new_folder(out: str) -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Returns the environment of a rank that this process starts."""
+    """Returns the environment variables for a rank that this process starts."""
     return os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """Returns the command that runs `words` in this interpreter; several ranks run under torchrun."""
+    """Returns the command that runs this Python interpreter with the arguments `words`. If `ranks` > 1, the
+    command starts the ranks by torchrun."""
     return [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *map(str, words)]
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Makes all calls, (function, file for its output), `jobs` at a time, each in a fork of this process,
-    which has imported all modules. Yields (index of the call, exit status) in the order in which they end."""
+    """Makes each call in a fork of this process, `jobs` calls at a time. A fork starts fast, because this
+    process has already imported all modules.
+
+    calls: pairs of a function and the file for its output.
+    Yields (index of the call, exit status) when a call ends."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

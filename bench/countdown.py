@@ -1,8 +1,8 @@
-"""The reward of the task `countdown` of bench/tasks.py: many answers are right.
+"""Reward function for the task `countdown` of bench/tasks.py, whose problems have many right answers.
 
     torchrun … train.py tiny-grpo --model BASE --data BASE/train.jsonl --reward bench/countdown.py:reaches
 
-A problem is `8,3,4,2>22=`; an answer is `((8-3)*4)+2`.
+The problem `8,3,4,2>22=` means: reach 22 with the numbers 8, 3, 4 and 2. An answer is `((8-3)*4)+2`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from fractions import Fraction
 
 
 def reaches(response: str, answer: str, kind: str) -> float:
-    """Returns 1.0 if the last box of `response` has the same value as `answer` and uses the same four
-    numbers."""
+    """Returns 1.0 if the last boxed answer of `response` is right, else 0.0. It is right if it has the value
+    of `answer` and uses the same four numbers."""
     boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
     return float(bool(boxes) and read(boxes[-1]) == read(answer))
 
 
 def read(text: str) -> tuple[list[str], Fraction] | None:
-    """Returns the sorted digits and the value of the expression; None if the text has another form."""
+    """Returns the sorted digits and the value of an expression like `((8-3)*4)+2`. Returns None if the text
+    has another form."""
     if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
         return None
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)
     x = Fraction(digits[0])
-    for sign, n in zip(signs, map(int, digits[1:]), strict=True):  # no problem has the digit 0
+    for sign, n in zip(signs, map(int, digits[1:]), strict=True):
+        # `n or 1` avoids a division by 0. An answer with a 0 is wrong anyway: no problem has a 0.
         x = {"+": x + n, "-": x - n, "*": x * n, "/": x / (n or 1)}[sign]
     return sorted(digits), x

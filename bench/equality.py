@@ -1,14 +1,20 @@
-r"""Measures equality: right answers refused and wrong answers accepted, in percent and by category.
+r"""Measures a grader's errors: the percent of right answers refused, and of wrong answers accepted.
 
     python -m bench.equality [--before c69980a] [--failures] [--unseen] [--draws 4]
 
-The pairs are those of bench/equality_pairs.py ("seen" and "unseen") and of bench/equality_foreign.jsonl: 794
-written by another hand ("foreign"), then 204 written before the second work on the equality ("second"). Three
-graders judge each: grading/answers.py ("after"), reward.py as of the commit --before, math-verify with its
-own extraction. The unseen third of the first file is not looked at during work on the equality.
-Only --unseen counts it. --failures prints every wrong verdict of grading/answers.py on the other pairs.
+A pair is an answer, a gold answer, and whether they are equal. The pairs have four parts:
+    seen      two thirds of the pairs of bench/equality_pairs.py
+    unseen    the other third. Nobody looks at it while improving the grader; only --unseen counts it.
+    foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
+    second    204 pairs of the same file, written before the grader was improved a second time
 
-Writes bench/results/equality.md and .json with --unseen, and prints one JSON line per grader and part.
+Three graders judge each pair:
+    after         grading/answers.py
+    before        reward.py as of the commit --before
+    math-verify   math-verify with its own extraction of answers
+
+--failures prints each wrong verdict of grading/answers.py, except on the unseen third. Prints one JSON line
+per grader and part. With --unseen, also writes bench/results/equality.md and .json.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from bench.common import RESULTS, ROOT, arguments, markdown, say
 from bench.equality_pairs import Pair, pairs
 from grading.answers import grade
 
-SECONDS = 5  # CPU seconds for one pair; after them its verdict is False
+SECONDS = 5  # limit of CPU seconds for one pair; a grader that takes longer refuses the answer
 
 
 PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
@@ -37,11 +43,11 @@ PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
 
 
 class Late(BaseException):
-    """A timeout. Not an Exception, because sympy catches those."""
+    """Raised at a timeout. It is not an Exception, because sympy catches every Exception."""
 
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
-    """Returns the function `grade` of reward.py as of a commit."""
+    """Returns the function `grade` of reward.py as it was in a commit."""
     source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward_before.py")
@@ -53,7 +59,7 @@ def earlier(commit: str) -> Callable[[str, str], bool]:
 
 
 def math_verify(answer: str, gold: str) -> bool:
-    """Grades with math-verify as its README shows."""
+    """Returns math-verify's verdict on an answer, called as in its README."""
     from math_verify import parse, verify
 
     boxes = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
@@ -61,7 +67,7 @@ def math_verify(answer: str, gold: str) -> bool:
 
 
 def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
-    """Returns the grader's verdict; False if the grader raises or takes too long."""
+    """Returns whether the grader accepts the pair; False if the grader raises, or takes SECONDS."""
     def late(*_):
         raise Late
 
@@ -76,7 +82,8 @@ def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
 
 
 def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
-    """Returns two shares in percent: refused right answers and accepted wrong answers."""
+    """Returns two percentages: `refused`, the refused right answers among the right answers; `accepted`, the
+    accepted wrong answers among the wrong answers."""
     wrong = Counter((p.same, p.same != v) for p, v in zip(cases, verdicts, strict=True))
     percent = {}
     for name, same in (("refused", True), ("accepted", False)):
@@ -86,8 +93,8 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 
 
 def foreign() -> list[Pair]:
-    """Returns the pairs of bench/equality_foreign.jsonl. Category names start with the part: `foreign
-    integer`."""
+    """Returns the pairs of bench/equality_foreign.jsonl. A category's name starts with the name of the part,
+    for example `foreign integer`."""
     found = []
     for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -97,19 +104,20 @@ def foreign() -> list[Pair]:
 
 
 def part(pair: Pair) -> str:
-    """Returns the name of the pair's part, one of PARTS."""
+    """Returns the name of the pair's part, a key of PARTS."""
     first = pair.category.split()[0]
     return first if first in PARTS else "unseen" if pair.unseen else "seen"
 
 
 def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, float]:
-    """Returns `count` for one of PARTS."""
+    """Returns the percentages of `count` for the pairs of one part. name: a key of PARTS."""
     chosen = [i for i, p in enumerate(cases) if part(p) == name]
     return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table: `refused / accepted` by category and grader, and the sums of PARTS."""
+    """Returns a Markdown table of `refused / accepted` in percent. It has one row per category and one per
+    part, and one column per grader."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []
@@ -144,7 +152,9 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = "Right answers refused / wrong answers accepted, in percent: `bench/equality.py --unseen`.\n\n"
+        head = ("A cell `a / b` means: the grader refused a % of the right answers, and accepted b % of the "
+                "wrong answers.\n`before` and `after` are torz's grader before and after it was improved.\n"
+                "`python -m bench.equality --unseen` wrote this table.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

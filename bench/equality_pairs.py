@@ -1,18 +1,20 @@
-r"""Pairs of answer and gold answer by category, each with what the verdict should be. Made, not collected.
+r"""Synthetic pairs of an answer and a gold answer, by category. Each pair has the right verdict.
 
-`pairs()` draws numbers from a seed, so it always returns the same pairs. Most pairs are templates in
-equality_pairs.txt. A category there is a name with its random draws, a gold answer (one of several), ways to
-write the same answer, and answers that are nearly right:
+`pairs()` draws numbers from a seed, so it always returns the same pairs. Most pairs come from the templates
+in equality_pairs.txt. There, each category has a name with random draws, one or more gold answers (one is
+drawn), other ways to write the gold answer (`right`), and answers that are nearly right (`wrong`):
 
     powers: a, b = r.choice([2, 3, 5]), r.randint(20, 60)
       gold  «a»^{«b»}
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-Choices that the labels state. Equal in value is equal, in whatever form: `\sqrt{242}` is `11\sqrt{2}`. But
-where the gold answer is a plain number, a problem that is left to solve (`3+4`, `\binom{5}{2}`) is no answer.
-A unit must agree with the gold answer's or be absent; no unit is converted. A percent is a hundredth.
-A decimal counts if it is right to one part in a million. Words and letters are compared as text.
+What counts as equal here:
+- Two forms of the same value are equal: `\sqrt{242}` and `11\sqrt{2}`.
+- But if the gold answer is a plain number, an expression that is left to compute (`3+4`) is wrong.
+- A unit must be the gold answer's unit or be left out. Units are not converted. A percent is a hundredth.
+- A decimal is right if its relative error is at most one in a million.
+- Words and letters are compared as text.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ class Pair(NamedTuple):
     answer: str
     gold: str
     same: bool
-    unseen: bool  # of the third that nobody looks at while working on the equality
+    unseen: bool  # whether the pair belongs to the third that nobody looks at while improving the grader
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns all pairs without repetition. One gold answer in three is unseen, with all of its pairs."""
+    """Returns all pairs, each once. About a third of the gold answers, chosen by hash, are unseen. All pairs
+    of such a gold answer are unseen."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -42,7 +45,7 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
             for (answer, gold), (name, same) in found.items()]
 
 
-# --- the templates: their draws use `r`, a random generator, and these lists
+# --- the templates; their draws use a random generator `r` and the three lists below
 
 LENGTHS = [("cm", "centimeters", "m", "inches"), ("m", "meters", "feet", "km"),
            ("km", "kilometers", "miles", "m"), ("ft", "feet", "m", "yards"), ("mm", "millimeters", "cm", "m"),
@@ -56,7 +59,8 @@ WORDS = ["Tuesday", "Evelyn", "ellipse", "parabola", "hyperbola", "odd", "isosce
 
 
 def fill(template: str, values: dict) -> str:
-    """Returns the template with its expressions evaluated; an expression may have a format: `«a / b:.3f»`."""
+    """Returns the template with each expression in «» replaced by its value. An expression may end with a
+    format: `«a / b:.3f»`. values: name -> value of the variables in the expressions."""
     def value(match):
         expression, form = re.fullmatch(r"(.*?)(?::([<>,.\dbf]*))?", match[1]).groups()
         return format(eval(expression, values), form or "")
@@ -65,7 +69,8 @@ def fill(template: str, values: dict) -> str:
 
 
 def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Returns (category, answer, gold, same) of the templates. Each template is drawn `draws` times."""
+    """Yields (category, answer, gold, same) for the templates. Each category is drawn `draws` times. same:
+    whether the answer is right."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     for category in text.strip().split("\n\n"):
         head, *lists = re.split(r"\n  (?:gold |right|wrong) ", category)
@@ -82,7 +87,7 @@ def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
                     yield name.replace("_", " "), fill(template, values), gold, same
 
 
-# --- gold answers of every kind, rewritten and spoiled by rules that know nothing about the kind
+# --- gold answers of many kinds; the rules RIGHT rewrite an answer of any kind, the rules WRONG spoil it
 
 GOLDS = r"""
 numbers | 7 | -13 | 204 | 2048 | 1000000 | 3.75 | -0.125 | .5 | 120 | 025 | 6.02 \times 10^{23} | 10! |
@@ -112,7 +117,7 @@ letters | A | \text{(C)} | \text{B} | D, E | \text{A, C, E}
 ratios | 3:5 | 2:3:4 | 7:30
 """
 
-RIGHT = [  # each takes and returns a whole answer; the rules are applied in this order, two or three at once
+RIGHT = [  # answer -> answer, often unchanged; `varied` applies five random rules in this order
     lambda t: t.replace(r"\frac", r"\dfrac"),
     lambda t: t.replace("(", r"\left(").replace(")", r"\right)") if "_" not in t else t,
     lambda t: t.replace("+", " + ").replace("=", " = "), lambda t: re.sub(r",(?=[^!}])", r",\\,", t),
@@ -132,7 +137,8 @@ RIGHT = [  # each takes and returns a whole answer; the rules are applied in thi
 
 
 def _other_digit(t, r):
-    """Returns `t` with one digit changed, or None. Leading zeros and exponents of one half stay unchanged."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. A first digit may stay the
+    same, so the caller drops results that are equal to `t`."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]
@@ -161,7 +167,8 @@ WRONG = [
 
 
 def varied(seed: int = 0) -> Iterator[tuple[str, str, str, bool]]:
-    """Returns (category, answer, gold, same): six right and eight wrong answers for each gold answer."""
+    """Yields (category, answer, gold, same): six right and up to eight wrong answers for each gold answer in
+    GOLDS. same: whether the answer is right."""
     for line in GOLDS.replace(" |\n    ", " | ").strip().splitlines():
         name, *golds = (part.strip() for part in line.split(" | "))
         for gold in golds:

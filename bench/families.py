@@ -1,12 +1,13 @@
-"""How far each supported family is from transformers' own model: log-probs, gradients, engines, exports.
+"""Measures how far each supported model family is from transformers' own implementation.
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
-Every model of tests/families.py: two layers, random weights, fp32, no default values. Prints one JSON line a
-model, and writes bench/results/families.json and families.md. With --only the other models keep their rows.
-vLLM gets a process for each model, about 20 s.
+Compares log-probs, gradients, engines and exports of every model of tests/families.py. The models have two
+layers with random weights in fp32. Each config sets values that differ from the family's defaults.
 
-Exit status 1 if a difference is over its limit.
+Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only the other
+models keep their rows. vLLM runs in a new process for each model, which takes about 20 s. The exit status is
+1 if a difference is above its limit.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from bench.common import RESULTS, ROOT, arguments, environment, markdown, say
 sys.path.append(str(ROOT / "tests"))
 import families
 
+# Largest allowed differences. log-probs, engines, exported policy: in nats. gradient: norm of the difference
+# divided by the norm of the gradient. exported critic: in units of the values.
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
-          "exported policy": 1e-4, "exported critic": 1e-4}  # nats; shares of a norm; nats; values
+          "exported policy": 1e-4, "exported critic": 1e-4}
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns the largest differences of a folder's model, by the names of LIMITS. A text instead of a number
-    is the reason why the number is missing."""
+    """Returns name in LIMITS -> largest difference, for the model in the folder `path`. If a number could not
+    be measured, the reason as a text takes its place. vllm: whether to measure the vLLM engine."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -43,8 +46,8 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns compare_engine with vLLM in a new process, because vLLM allows one engine a process; or the
-    error's text."""
+    """Returns the largest difference of the vLLM engine, or an error text. Each model gets a new process,
+    because vLLM allows only one engine per process."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
@@ -56,8 +59,8 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes the results in the order of `names`. Other models keep their earlier rows. Returns the table,
-    one line per model."""
+    """Writes the results in the order of `names`, one row per model. Models that are not in `rows` keep their
+    earlier row. Returns the Markdown table."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}
@@ -75,7 +78,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.vllm_engine:
         say(families.compare_vllm([args.vllm_engine])[0])
-        os._exit(0)  # without vLLM's exit handlers, which wait
+        os._exit(0)  # skips vLLM's exit handlers, which would wait
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only or families.MODELS:

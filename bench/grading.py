@@ -2,12 +2,14 @@
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-Typical: pairs of answer and gold answer as in mathematical data sets (integers and decimals, fractions,
-expressions, intervals, sets and tuples, words and units). No two pairs are equal, so no grade is remembered.
-All are submitted at once. `math_verify_a_second` counts only the answers that the trainer's process can't
-decide itself. Hostile: the kinds of tests/test_reward.py, five of each.
+Typical answers are like those of mathematical data sets: integers, fractions, radicals, expressions,
+intervals, sets, tuples and units. All are submitted at once. No two are equal, because the grader remembers
+grades. `math_verify_a_second` counts only the answers that need math-verify in a worker process.
 
-Prints one JSON line per figure. Exit status 1 if a typical answer gets a wrong grade or a hostile one passes.
+Hostile answers try to break the grader. They are the answers of tests/test_reward.py, each in five variants.
+
+Prints one JSON line for each of the two parts. The exit status is 1 if a typical answer gets a wrong grade or
+a hostile answer is graded as correct.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path.append(str(ROOT / "tests"))
 
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
-    """Returns `count` tuples (answer, gold, equal). Two of three pairs are equal."""
+    """Returns `count` tuples (answer, gold answer, whether they are equal). Two in three are equal."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         a, b, c, k = rng.randint(2, 9999), rng.randint(2, 99), rng.randint(2, 9), len(cases)
@@ -51,12 +53,12 @@ def box(answer: str) -> str:
 
 
 def descriptors(grader: Grader) -> list[int]:
-    """Returns the numbers of open files of this process and of the server."""
+    """Returns the number of open files of this process, and of the server process that forks workers."""
     return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader._process.pid)]
 
 
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:
-    """Prints the speed on typical answers. Returns whether all grades are right."""
+    """Grades typical answers and prints the speed. Returns whether all grades are right."""
     cases = typical(count)
     to_workers = sum(worker.quick_grade(answer, gold) is None for answer, gold, _ in cases)
     start = time.perf_counter()
@@ -75,7 +77,8 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
 
 
 def bench_hostile(grader: Grader, count: int) -> bool:
-    """Prints the grades of hostile answers. Returns whether none passed and the grader still works."""
+    """Grades hostile answers and prints how many got which grade. Returns whether none was graded as correct
+    and the grader still works afterwards."""
     from test_reward import hostile
 
     before = descriptors(grader)

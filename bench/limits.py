@@ -1,4 +1,4 @@
-"""Measures the device's limits: FLOP and bytes a second, in the process that uses them. Also peak memory."""
+"""Measures the speed limits of this process's device in FLOP and bytes per second, and peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """Returns the shortest time of f() in `rounds` rounds, in seconds, including the device's work."""
+    """Calls f() `rounds` times. Returns the shortest time of a call in seconds, including the GPU's work."""
     best = float("inf")
     for _ in range(rounds):
         began = time.perf_counter()
@@ -23,7 +23,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bytes a second, read and written, of a copy of a large tensor."""
+    """Returns the bytes per second that a copy of a large tensor reads and writes, both counted."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -31,14 +31,15 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the FLOP a second of a product of large random matrices."""
+    """Returns the FLOP per second of a product of two large random matrices."""
     n = 8192 if device.type == "cuda" else 1536
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: x @ y, device)
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak bytes of f() above the memory in use before: the GPU's, or this process's on Linux."""
+    """Returns the peak memory during f() minus the memory before it, in bytes. On a GPU this is the memory of
+    torch's allocator. On a CPU it is the process's resident memory, which needs Linux."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -46,21 +47,22 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
         f()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # f() could use freed memory that the allocator keeps, unseen
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
+    # malloc_trim returns freed memory to the kernel. Otherwise f() could reuse this memory without a rise.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
     before = _status("VmRSS")
     f()
     return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:
-    """Returns the bytes of an entry of this process's status, for example VmRSS."""
+    """Returns a line of /proc/self/status in bytes. name: for example VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device's name in results."""
+    """Returns the device's name as it stands in the results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads"

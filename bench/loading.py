@@ -1,11 +1,16 @@
-"""How much host memory loading a model takes: each rank must read its own slices, not the whole model.
+"""Measures the host memory that a rank needs to load its shard of a model.
 
     python -m bench.loading [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters
 
-Loads a policy as train.py does: built without memory, sharded, then filled from the safetensors files (2 GB
-of disk). For each rank: the peak of its memory while it loads minus the memory before, divided by its share
-of the fp32 weights, and against the bound 1.3 × share + one layer. Anonymous memory is what the rank
-allocated. Pages of the mapped files, which the kernel may take back, are counted apart. One JSON line a rank.
+Each rank loads its shard of a policy as train.py does. The default model takes 2 GB of disk. Prints one JSON
+line per rank:
+    share_gib        the rank's share of the fp32 weights
+    peak_gib         peak memory while loading, minus the memory before
+    by_share         peak_gib / share_gib; about 1 if the rank reads only its own slices
+    bound_gib        1.3 × share_gib + one layer
+    within           whether peak_gib is within the bound
+    file_pages_gib   pages of the mapped safetensors files. The kernel may free them, so they are not in
+                     peak_gib, which counts only anonymous memory (what the rank allocates).
 """
 
 from __future__ import annotations
@@ -23,14 +28,14 @@ from bench.shape import build
 
 
 def memory() -> dict[str, float]:
-    """Returns this process's resident memory in GiB: anonymous pages, and pages of files."""
+    """Returns this process's resident memory in GiB, of anonymous pages and of file pages."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     kib = {"anonymous": lines["RssAnon"], "files": lines["RssFile"]}
     return {kind: int(text.split()[0]) / 2**20 for kind, text in kib.items()}
 
 
 def load(folder: str) -> None:
-    """On each rank: loads the policy, watches the memory, prints the JSON line."""
+    """Loads the policy on this rank, watches the memory meanwhile, and prints the JSON line."""
     import dist
     from model import load_policy
     from tools.plan import read_shape
