@@ -364,7 +364,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     """Sample and grade `n` responses to each problem. Finished responses are graded while other responses are
     still sampled. A collective: every rank must call it, with the same `problems`. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: this rank's trajectories that the next step continues.
+    2. with --carry: this rank's trajectories that are left for the next step. They are unfinished, or graded
+       and not in result 1.
 
     problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
         (data.numbers_at).

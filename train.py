@@ -1,18 +1,26 @@
-"""The training loop: reinforcement learning from verifiable rewards, by PPO with a critic or by GRPO without
-one.
+"""The training loop: reinforcement learning from verifiable rewards, with PPO or with GRPO.
 
     python -m tools.tiny && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
-Every GPU has one process, and every process runs this program. `train` is the algorithm. The functions that
-`train` calls follow below. In each step the engine loads the policy's weights and samples responses. Other
-processes grade these responses meanwhile. The samples are laid out in packs of equal work. Then the critic
-and the policy are updated.
+Every GPU has one process, and every process runs this program. The function `train` is the algorithm. A step
+has four parts:
 
-Departs from Open-Reasoner-Zero in three ways. Losses are divided by the token count of the whole update over
-all ranks, so neither the number of ranks nor the packing changes a run. No sample is dropped or repeated. The
-pass for old log-probs is left out where the ratio is 1."""
+1. The engine loads the policy's weights and samples responses. Other processes grade them at the same time.
+2. The samples are distributed to the ranks as packs of about equal work. A pack is the input of one forward
+   pass.
+3. The critic is updated (PPO only).
+4. The policy is updated.
+
+Three differences from Open-Reasoner-Zero:
+
+1. A loss is divided by the token count of the whole update over all ranks. So neither the number of ranks nor
+   the packing changes a run.
+2. No sample is dropped or repeated.
+3. If the policy takes one update per step, the ratio is 1, and the forward pass for old log-probs is left
+   out.
+"""
 
 import contextlib
 import gc
@@ -41,13 +49,13 @@ from configs import (
     user_errors,
 )
 
-if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+if __name__ == "__main__":  # before `import torch`, so that --help and mistaken flags get a quick answer
     with user_errors("train.py"):
         CONFIG = parse()
         check_trackers(CONFIG)
         check_paths(CONFIG)
     set_allocator()
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C; dist.handle_signals is for the training
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C before the training loop starts
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
@@ -112,8 +120,8 @@ from rollout import (
 )
 from tools import plan, report
 
-SAVED_PROMPTS = 8  # with --save_samples some: number of prompts whose samples are written to samples/
-Minibatches = list[list[Pack]]  # a step's packs on this rank
+SAVED_PROMPTS = 8  # --save_samples some: samples of this number of prompts are written to samples/
+Minibatches = list[list[Pack]]  # this rank's packs of one step: a list of packs for each minibatch
 
 
 @dataclass
@@ -122,15 +130,15 @@ class Role:
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None  # None: ref, which is not trained
-    skipped: int = 0  # how many updates in a row, up to the latest one, had a non-finite gradient
+    optimizer: torch.optim.Optimizer | None  # None for ref, which is not trained
+    skipped: int = 0  # number of the latest updates in a row that were skipped: their gradient was not finite
 
 
 @dataclass
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is known
+    cfg: Config  # cfg.steps is set, even if --epochs or --total_episodes was given
     world: dist.World
     problems: list[Problem]
     held_out: dict[str, list[Problem]]
@@ -140,19 +148,19 @@ class Run:
     policy: Role
     critic: Role | None
     ref: Role | None
-    start: int  # number of finished steps in the checkpoint that was resumed; 0: a new run
-    carried: list[Sample]  # --carry: this rank's trajectories that the next step continues
+    start: int  # first step to run: the number of finished steps in the resumed checkpoint, or 0
+    carried: list[Sample]  # with --carry: this rank's trajectories that are left for the next step
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
 
 
 def main(cfg: Config) -> None:
-    """Train with the config `cfg`. Raises UserError, the same on every rank, for mistakes that a user can
+    """Train with the config `cfg`. Raises UserError, the same on every rank, for errors that the user can
     fix."""
     run = prepare(cfg)
     with run.lock, contextlib.ExitStack() as stack:
-        stack.callback(gc.unfreeze)  # undoes gc.freeze in `load`: a notebook's next run needs the memory
+        stack.callback(gc.unfreeze)  # undoes gc.freeze in `load`, so that a notebook can free the run
         with run.log, handle_signals(cfg.grace):
             done = train(run)
             if done:
@@ -165,25 +173,25 @@ def main(cfg: Config) -> None:
             folder = Path(os.path.relpath(run.log.out))
             try:
                 report.write_report(folder)
-            except OSError as e:  # the disk is full; the models are saved
+            except OSError as e:  # for example a full disk; the models are saved already
                 print(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
                 print(report.story(folder))
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True if the run is complete. Returns False if a stop was requested; then all
-    finished steps are saved."""
+    """The algorithm. Returns True after the last step. Returns False if a stop was requested, after saving
+    all finished steps."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
-    for step in range(run.start, cfg.steps + 1):  # the last one only evaluates
+    for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
         with run.engine.awake(dist.full_weights(policy.model, world.device), version=step):
             metrics = evaluate(run, step)
             if step < cfg.steps:
                 batch, samples, carried = sample_step(run, step, meter)
-        with dist.phase("wait"):  # the ranks wait here for the slowest engine
+        with dist.phase("wait"):  # stop_requested is a collective, so ranks wait here for the slowest engine
             stopping = dist.stop_requested()
-        if stopping:  # nothing was learned from this step
+        if stopping:  # this step's samples are dropped; a resumed run samples them again
             return stop(run, step)
         if step == cfg.steps:
             if metrics:
@@ -205,16 +213,17 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """Do a step's updates. Compute reference log-probs, old log-probs, values and advantages. Then update the
-    critic and the policy."""
+    """Train on a step's samples. Compute the log-probs of ref and of the old policy, the values and the
+    advantages. Then update the critic and the policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world, cfg):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # With one update a step, the old policy is the policy itself, so policy_pack_loss has the old log-probs.
-    # A KL term in the reward needs the old log-probs earlier.
+    # With one update per step, the old policy is the current policy. Then policy_pack_loss uses its own
+    # log-probs as old log-probs, and this pass is not needed. But a KL term in the reward needs old log-probs
+    # before the update.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-        # This pass does not need the optimizer, so the optimizer's state stays on the host.
+        # No optimizer: this pass does not use the optimizer's state, so the state stays on the host.
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -233,14 +242,14 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save the run after `step` whole steps, because a stop was requested. Returns False, as `train` then
-    does."""
+    """Save a checkpoint after `step` finished steps, because a stop was requested. Returns False, which is
+    the result of `train` after a stop."""
     run.log.alarm(run.saver.save(step, run.carried, wait=True))
     return False
 
 
 def finish(run: Run) -> None:
-    """Save the last checkpoint. Export the policy and the critic as Hugging Face folders."""
+    """Save the last checkpoint. Write the policy and the critic as Hugging Face folders to export/."""
     run.log.alarm(run.saver.save(run.cfg.steps, run.carried, wait=True))
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
@@ -253,10 +262,10 @@ def finish(run: Run) -> None:
 
 
 def prepare(cfg: Config) -> Run:
-    """Join the other ranks, lock the run's folder, check the config, and load the run. Raises UserError, the
-    same on every rank."""
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS's sums vary
+    """Returns a run that is ready for its first step. Joins the other ranks, locks the run's folder, checks
+    the config, and calls `load`. Raises UserError, the same on every rank."""
+    if cfg.deterministic:  # cuBLAS is deterministic only with this setting
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
     cfg = dist.together(lambda: replace(
@@ -265,14 +274,14 @@ def prepare(cfg: Config) -> Run:
     out, lock = preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
-    except UserError:  # in a notebook the process goes on
+    except UserError:  # in a notebook the process continues, and must not keep the lock
         lock.release()
         raise
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run in the folder `out`: checked, and resumed if the folder has a checkpoint. Raises
-    UserError, the same on every rank."""
+    """Returns the run of the folder `out`, after all checks of config, data and memory. If the folder has a
+    checkpoint, the run continues from there. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
     found = dist.together(lambda: ckpt.find(out, cfg.resume))
     origin = dist.together(lambda: ckpt.named(cfg.start_from)) if cfg.start_from and not found else None
@@ -297,7 +306,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     taken = ckpt.start_from(origin, models, facts) if origin else ""
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    own = found is None or found.parent.parent == out  # False: this run has saved nothing yet
+    own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
     log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
     log.save_plan(plan_table)
@@ -305,14 +314,14 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         log.say(line)
     if found:
         log.say(f"resumed after {start} steps from {found}")
-    gc.freeze()  # otherwise each garbage collection scans all these objects again, which takes 0.2 s
+    gc.freeze()  # otherwise every garbage collection scans the objects made so far, which takes 0.2 s
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
 
 
 def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Problem], dict[str, list[Problem]]]:
-    """Returns 1. the tokenizer, 2. the problems of --data, 3. the problems of each file of --eval_data, by
-    name. Raises UserError."""
+    """Returns 1. the tokenizer; 2. the problems of --data; 3. for each file of --eval_data: name -> problems.
+    Raises UserError if a file can't be read or does not fit the other flags."""
     tokenizer = load_tokenizer(cfg.model)
     check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
@@ -324,8 +333,8 @@ def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Proble
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None without PPO) and ref (None without a KL term). All are sharded fp32
-    models."""
+    """Returns policy, critic (None with GRPO) and ref (None without a KL term). All are sharded, with fp32
+    weights."""
     shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
     recompute = case_of(cfg, world).recompute
     device = "cpu" if cfg.offload else world.device
@@ -341,22 +350,24 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer for the policy or the critic. Checkpoints keep every tensor of any optimizer's
-    state, so another optimizer needs no other change."""
-    fused = next(model.parameters()).device.type == "cpu" or None  # else a CPU steps one parameter at a time
+    """Returns a new optimizer for the policy or the critic. To use another optimizer, change only this
+    function. Checkpoints save all tensors of its state, whatever they are."""
+    # fused=True is faster on a CPU: without it, AdamW updates one parameter at a time there.
+    fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              fused=fused)
 
 
 def resident(role: Role, world: dist.World, cfg: Config):
-    """Returns a context manager. Inside it, the role's model and optimizer are on the device."""
+    """Returns a context manager. Inside it, the role's model and optimizer state are on the device. With
+    --offload they are on the host at all other times."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
 @torch.no_grad()
 def refresh_ref(run: Run, step: int) -> None:
-    """Copy the policy's weights to the reference if an epoch (one pass over the prompts) ends in this step.
-    Policy and reference are sharded alike."""
+    """Copy the policy's weights to ref if an epoch (one pass over the prompts) ends in this step. Policy and
+    ref are sharded in the same way, so each rank copies its own shards."""
     n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -368,12 +379,11 @@ def refresh_ref(run: Run, step: int) -> None:
 
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Sample and grade the responses of a step. Returns
-    1. the problems of the step, on all ranks;
-    2. this rank's graded samples, ordered by (prompt_id, sample_id); prompt_id is an index into result 1;
-    3. with --carry: this rank's trajectories that the next step continues. Else an empty list.
+    1. the batch: the problems of the step, the same list on all ranks;
+    2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
+    3. with --carry: this rank's trajectories that are left for the next step. Without --carry: an empty list.
 
-    `draw` appends the time of each response to `arrivals`. Metrics describe the first batch, before any
-    resampling."""
+    With --resample_rounds, the metrics are measured before the first resampling."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
@@ -392,11 +402,12 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int, meter: Meter,
                    arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """`sample_step` for --carry. Samples the step's new prompts, and continues the trajectories that the step
-    before left open. Returns the same three results.
+    """Does the sampling of `sample_step` with --carry. Samples responses to the step's new prompts, and
+    continues the trajectories that are left from the previous step. Returns the three results of
+    `sample_step`.
 
-    The batch is known only after sampling: its prompts are the prompts of the samples that `draw` returns.
-    Until then a prompt_id is the prompt's number in the run (data.numbers_at)."""
+    The batch has the prompts whose samples `draw` returns, so it is known only after sampling. During
+    sampling, prompt_id is the prompt's number in the run (data.numbers_at)."""
     cfg = run.cfg
     carried = set().union(*dist.gather({s.prompt_id for s in run.carried}))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -414,11 +425,13 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` for training, and add the reward parts. Returns 1. this rank's samples, 2. this rank's
-    trajectories that the next step continues.
+    """Call `rollout` with the settings of training, and add the reward parts. Returns 1. this rank's graded
+    samples; 2. with --carry: this rank's trajectories that are left for the next step.
 
-    `problems`: prompt_id -> problem. `key`: (step,), or (step, round) when resampling. Appends the time of
-    each response to `arrivals` (time.perf_counter(), in seconds)."""
+    problems: prompt_id -> problem.
+    key: seeds the randomness: (step,), or (step, round) in a round of resampling.
+    arrivals: for each response, the time when it ended is appended (time.perf_counter(), in seconds).
+    carried: this rank's trajectories that are left from the previous step."""
     cfg = run.cfg
     with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
@@ -428,8 +441,9 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
 
 
 def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
-    """Progress callback. Returns True to abort sampling: a stop was requested, and no tensor-parallel peer
-    depends on this rank."""
+    """Called when a response ends: advances the progress bar, and appends the time to `arrivals`. Returns
+    True to abort sampling if a stop was requested. With --tp it never aborts, because the other ranks of the
+    engine would wait for this rank."""
     bar.update()
     arrivals.append(time.perf_counter())
     return bool(dist.stop_signal) and cfg.tp == 1
@@ -437,9 +451,12 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 
 def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
              arrivals: list[float]) -> tuple[list[Problem], list[Sample]]:
-    """Replace uniform prompts, for up to --resample_rounds rounds (DAPO's dynamic sampling, eq. 11). A prompt
-    is uniform if all its samples have the same graded reward; penalties do not count. A prompt that is still
-    uniform after the last round stays. Returns the new batch and this rank's samples."""
+    """Replace uniform prompts by new prompts (DAPO's dynamic sampling, arXiv 2503.14476, eq. 11). A prompt is
+    uniform if all its samples have the same reward from the grader; reward parts do not count. Returns 1. the
+    new batch; 2. this rank's samples of this batch.
+
+    A round replaces all prompts that are uniform then. There are at most --resample_rounds rounds. Prompts
+    that are uniform after the last round stay in the batch."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples, cfg)
     for round in range(1, cfg.resample_rounds + 1):
@@ -449,7 +466,7 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
         drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), arrivals)
-        if dist.stop_requested():  # then `draw` may have returned no samples on some rank
+        if dist.stop_requested():  # `draw` was aborted on some rank and returned no samples there
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
@@ -461,7 +478,8 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
 
 
 def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
-    """Returns the prompt_ids, of all ranks, of the prompts whose samples all have the same reward."""
+    """Returns the prompt_ids of the uniform prompts of all ranks. A prompt is uniform if all its samples have
+    the same reward."""
     differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
     prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
     return set().union(*dist.gather([i for i, keep in zip(prompts, differ, strict=True) if not keep]))
@@ -469,8 +487,8 @@ def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
 
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Returns the metrics of all held-out sets, or {} if no evaluation is due at this step. Responses are
-    written to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
+    """Evaluate the policy. Returns the metrics of all evaluation sets, or {} if no evaluation is due at this
+    step. Writes the responses to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -484,9 +502,13 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl. --save_samples all writes all samples of every step.
-    --save_samples some writes the samples of the first SAVED_PROMPTS prompts, every --eval_every steps. If
-    the advantage compares a prompt's samples, a row has the advantage, before any whitening over the step."""
+    """Write samples to samples/step_NNNNNN.jsonl. The flag --save_samples says which:
+        all   all samples of every step
+        some  every --eval_every steps, the samples of the first SAVED_PROMPTS prompts
+        none  no samples
+
+    If the advantage compares the samples of a prompt, each row has the sample's advantage (before any
+    whitening over the step)."""
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -502,13 +524,14 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 
 
 def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """Returns the samples' values as (P, n): P prompts with n samples each."""
+    """Returns `values`, one number for each sample, as a tensor (P, n): P prompts with n samples each."""
     return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with group-relative advantages. All samples of a prompt must be on this rank. With
-    --drop_uniform, a prompt whose samples all have the same score does not enter the loss."""
+    """Returns the samples with their advantages from grpo.group_advantages. All samples of a prompt must be
+    on the same rank. With --drop_uniform, a prompt whose samples all have the same score does not enter the
+    loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -521,11 +544,15 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
-    """Returns this rank's minibatches of packs. Every rank gets equal work and the same number of packs.
-    `n_prompts`: number of the step's prompts on all ranks.
+    """Move the samples between ranks and put them into packs. Returns this rank's packs, by minibatch. Every
+    rank gets about equal work and the same number of packs.
 
-    Adds three metrics: the number of tokens, the share of the tokens that the model computes (shared prefixes
-    are computed once), and the FLOP of training without recomputation."""
+    n_prompts: number of the step's prompts on all ranks.
+
+    Adds three metrics:
+        tokens        number of tokens of all samples
+        unique_share  share of these tokens that the model computes; a pack computes a shared prefix only once
+        flops         FLOP of the step's training, without recomputed activations; it is logged as tflops"""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     c, params = model.config, sum(p.numel() for p in model.parameters())
     width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
@@ -533,14 +560,15 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
-    version = step if cfg.carry else None  # without --carry, this step's weights sampled all tokens
+    version = step if cfg.carry else None  # None: all tokens were sampled with this step's weights
     minibatches = [[pack(some, version).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # A backward pass costs two forward passes. A critic takes one more forward pass, for its values.
+    # An update costs three forward passes, because a backward pass costs two. The critic runs one more
+    # forward pass, for the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -550,23 +578,27 @@ def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns
     1. the number of each sample of this rank;
-    2. the prompt_id of every sample, by number, (S,);
-    3. the length of every sample in tokens, by number, (S,).
+    2. prompts (S,): prompts[i] is the prompt_id of sample number i;
+    3. lengths (S,): lengths[i] is the length of sample number i, in tokens.
 
-    `n`: samples a prompt. With --carry some samples of a prompt may be missing."""
+    n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
+    # If no sample were missing, a sample's place would be its number.
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens).numpy()
-    found = tokens.nonzero()[0]  # places of the samples that exist; an existing sample has at least one token
+    found = tokens.nonzero()[0]  # places of the samples that exist; each of them has at least one token
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[list[list[list[int]]]],
                       prompts: Tensor) -> list[Sample]:
-    """Each sample with the weight of its tokens in a mean over each prompt's tokens, and then over prompts.
-    The prompts and tokens are those of its minibatch, on all ranks. keys and layout as in dist.balance;
-    prompts[i] is the prompt_id of sample i."""
+    """Returns the samples with `prompt_share` set, for --aggregation prompt. It is the weight of each of the
+    sample's tokens in the loss: 1 / (response tokens of the sample's prompt × number of prompts). Both
+    numbers are counted in the sample's minibatch, over all ranks.
+
+    keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i.
+    layout[minibatch][rank][pack]: list of sample numbers, from data.assign."""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -579,22 +611,23 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[l
 
 
 def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    """Returns the minibatches with f(pack) in place of each pack."""
+    """Returns new minibatches, in which each pack p is replaced by f(p)."""
     return [[f(p) for p in minibatch] for minibatch in minibatches]
 
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Returns the minibatches. The `field` of every pack has the log-probs of the role's model."""
+    """Returns the minibatches with one field of every pack set: the log-probs of the role's model. `field`:
+    "old_logp" or "ref_logp"."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
 @torch.no_grad()
 def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
-    """Returns the minibatches with values, returns and GAE advantages. The advantages are whitened over the
-    step. With --kl_in reward, the KL term is subtracted from the rewards first. Without a critic all values
-    are 0, so the advantage is the return (REINFORCE++, arXiv 2501.03262)."""
+    """Returns the minibatches with values, returns and advantages. The advantages come from GAE and are
+    whitened over the step. Without a critic all values are 0, so the advantage is the return (REINFORCE++,
+    arXiv 2501.03262). With --kl_in reward, the KL term is first subtracted from the rewards."""
     def estimate(p):
         v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
@@ -604,15 +637,15 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
         for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
             x = x[p.loss_tokens].double()
             meter.add(name, x.sum(), len(x))
-            meter.add(f"{name}²", (x * x).sum(), len(x))  # for the explained variance
+            meter.add(f"{name}²", (x * x).sum(), len(x))  # step_metrics computes the explained variance
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with whitened advantages: mean 0 and standard deviation 1 over all response
-    tokens of the step, on all ranks."""
+    """Returns the minibatches with whitened advantages. Over all response tokens of the step, on all ranks,
+    the advantages then have mean 0 and standard deviation 1."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -622,14 +655,15 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Join neighbouring minibatches. Returns a list of packs for each of `count` updates."""
+    """Returns the packs of each update. A step has `count` updates, and at least as many minibatches.
+    Neighbouring minibatches are joined, because policy and critic may have different numbers of updates."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns the denominators of an update's losses: the number of response tokens, and the number of
-    responses, over all ranks. Each is at least 1."""
+    """Returns the denominators of the losses of an update: 1. the number of response tokens; 2. the number of
+    responses. Both are summed over all ranks, and at least 1. packs: this rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
     return max(tokens, 1), max(responses, 1)
@@ -637,7 +671,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
-    """Do the step's updates of the policy or of the critic. `pack_loss` is policy_pack_loss or
+    """Do all updates of a step for one role, the policy or the critic. `pack_loss`: policy_pack_loss or
     critic_pack_loss."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     title = {"policy": "Actor", "critic": "Critic"}[role.name]
@@ -656,8 +690,10 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
 
 def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """Returns this pack's summand of the update's value loss. `tokens`: number of response tokens of the
-    update, over all ranks."""
+    """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
+
+    tokens: number of response tokens of the update, over all ranks.
+    responses: not used. train_role passes the same arguments to this function and to policy_pack_loss."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -665,8 +701,10 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """Returns this pack's summand of the update's policy loss. `tokens` and `responses`: numbers of response
-    tokens and of responses of the update, over all ranks."""
+    """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
+
+    tokens: number of response tokens of the update, over all ranks.
+    responses: number of responses of the update, over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -688,7 +726,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("clip_share", clipped, n)
     meter.add("entropy", entropy, n)
     if p.ref_logp is not None:
-        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()  # both log-probs are 0 outside the mask
+        # Outside the mask both log-probs are 0, so these tokens add 0 to the sum.
+        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
         if cfg.kl_in == "loss":
             loss = loss + cfg.kl_coef * kl / tokens
@@ -698,21 +737,24 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Returns truncated importance weights (T,), or None without --tis_clip. The weights correct for the gap
-    between the engine's log-probs and the trainer's. They are 0 outside the mask. `logp` (T,): the log-probs
-    of the policy before the step's first update."""
+    """Returns importance weights (T,), 0 outside the mask, or None if --tis_clip is None. The weight of a
+    token is (trainer's probability / engine's probability), at most --tis_clip. It corrects for numerical
+    differences between engine and trainer, and for tokens that older weights sampled.
+
+    logp (T,): log-probs of the policy before the step's first update."""
     if cfg.tis_clip is None:
         return None
     return torch.where(p.mask, (logp - p.engine_logp).exp().clamp(max=cfg.tis_clip), 0)
 
 
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
-    """Add two metrics: the gap in nats between the engine's log-probs and the trainer's, and the importance
-    weights that correct for this gap. `logp` (T,): the log-probs of the policy before the step's first
-    update.
+    """Add the metrics logp_gap/… and tis/…. logp_gap is |trainer's - engine's log-prob| of a token, in nats.
+    tis is the importance weight of a token (see `mismatch_weight`).
 
-    With --carry, older weights sampled some of the tokens. The gap is measured only on tokens that the
-    current weights sampled (`fresh_tokens`)."""
+    logp (T,): log-probs of the policy before the step's first update.
+
+    With --carry, older weights sampled some of the tokens. These tokens have a gap even without any error, so
+    logp_gap uses only the other tokens (Pack.fresh_tokens)."""
     gap = logp - p.engine_logp
     weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
@@ -721,9 +763,9 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean gap between the engine's and the trainer's log-probs exceeds
-    --max_logp_gap. This check comes before the policy's optimizer step, so a checkpoint never has a policy
-    that learned from such samples."""
+    """Raises UserError if the mean of |trainer's log-prob - engine's log-prob| exceeds --max_logp_gap nats.
+    The check runs before the policy's optimizer step. So no checkpoint has a policy that learned from such
+    samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # False if the gap is NaN
@@ -735,9 +777,9 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
-    """Take one optimizer step. If the gradient norm is not finite, skip the step and save the update's packs
-    in nonfinite/. The norm is the same on all ranks, so all ranks skip together. Raises UserError at the
-    third skipped update in a row."""
+    """Clip the gradient and take one optimizer step. If the gradient norm is not finite, skip the step, and
+    save the update's packs in nonfinite/. All ranks have the same norm, so all of them skip. Raises UserError
+    if three updates in a row were skipped."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -764,7 +806,9 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
 
 def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
     """Save a checkpoint if one is due. Then write the step's metrics and alarms. Returns True if a stop was
-    requested. `metrics`: metrics of this step's evaluation. `start`: when the step began, in seconds."""
+    requested.
+
+    metrics: the metrics of this step's evaluation. start: time.perf_counter() at the start of the step."""
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
@@ -776,7 +820,8 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             log.alarm(text, step)
     if cfg.verbose:
         log.say(ledger.table())
-    # gather is a collective. These metrics are summed over the ranks, so all ranks take the same branch.
+    # dist.gather is a collective: all ranks must take the same branch. They do, because these metrics are the
+    # same on all ranks.
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
         for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
             log.alarm(f"grading failed: {ascii(error)}", step)
@@ -786,8 +831,11 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
 
 
 def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
-    """Returns the step's metrics over all ranks. A metric whose name ends in ² is a mean of squares. It is
-    used here for a variance and is not logged."""
+    """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
+    the step.
+
+    A metric whose name ends in ² is a mean of squares. It is used here to compute a variance, and is not
+    returned."""
     with dist.phase("report"):
         peaks = engine.ledger.metrics()
         peaks["mem/host_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
@@ -795,7 +843,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):  # 0 where nothing was added
+    def variance(name):  # 0 if the metric has no values
         return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
@@ -825,4 +873,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         tell_torchrun(traceback.format_exc())
         sys.stderr.flush()
-        os._exit(1)  # exits at once; sys.exit would wait for threads that wait for other ranks
+        os._exit(1)  # not sys.exit, which waits for threads; they may wait for other ranks for ever
