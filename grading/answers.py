@@ -1,27 +1,33 @@
-r"""Text in, verdict out: extracts the answer from a response, and compares it with the gold answer.
+r"""Extracts the answer from a response, and decides whether it equals the gold answer.
 
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-All functions are pure and take untrusted text. Extraction and `quick_grade` take time linear in the length of
-the text. Pairs that `quick_grade` can't decide go from `grade` to math-verify, which may hang or crash. So
-grading/worker.py runs `grade` in processes that can be killed.
+All functions are pure and take untrusted text. Extraction takes time linear in the length of the text.
+`quick_grade` decides most pairs of answer and gold answer. `grade` gives the other pairs to math-verify. That
+may hang or crash, so grading/worker.py runs `grade` in processes that can be killed.
 
-Equality is decided in three steps. `normalise` writes the same thing the same way (spacing, styles, Unicode,
-plain text) and puts words into quotes. `read` gives the text a type: number, quantity with a unit, base-n
-number, ratio, list, set, tuple, interval, matrix, text, expression. Types are compared part by part, and an
-answer of another type is wrong. math-verify compares what is left: two expressions. Our choices:
+Equality is decided in three steps:
 
-- Equal in value is equal, in whatever form: `\sqrt{242}` is `11\sqrt{2}`, `(x+1)^2` is `x^2+2x+1`. But where
-  the gold answer is a plain number, an answer with something left to solve (UNSOLVED: `3+4`, `\binom{5}{2}`)
-  is wrong. A policy must not be paid for repeating the problem.
-- A decimal may differ by one part in a million, and by less than one in its last place.
-- A unit must agree, or be absent on one side. Units are not converted. A percent is a hundredth, so `5\%` is
-  0.05 and not 5. `101_2` equals neither 101 nor 5.
-- Lists and sets are unordered, tuples are ordered, brackets count. `(1,2)` may be a point or an interval; an
-  inequality in one variable is an interval.
-- Words are compared as text without regard to case, a single letter with regard to it: `x` is not `X`.
-- `x=5` equals `5`, but not `y=5`. The answer `m+n=5` equals `5`. `6=7` is an equation, not 7.
+1. `normalise` gives both texts the same spelling (spacing, styles, Unicode) and puts words into quotes.
+2. `read` gives each text a type: number, quantity with a unit, base-n number, ratio, list, set, tuple,
+   interval, matrix, text or expression. Two texts of one type are compared part by part. An answer of another
+   type than the gold answer is wrong, with the exceptions below.
+3. math-verify compares two expressions.
+
+What counts as equal:
+
+- Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
+  the gold answer is a plain number, an unfinished calculation (`3+4`, `\binom{5}{2}`; see UNSOLVED) is wrong.
+  Otherwise a policy could earn the reward by repeating the problem.
+- Two decimals with the same number of decimal places must be equal. Otherwise a decimal may differ by one
+  part in a million, but by less than one unit of its last decimal place.
+- If both sides have a unit, the units must be the same. Units are not converted. A percent is a hundredth:
+  `5\%` equals 0.05, not 5. `101_2` (base 2) equals neither 101 nor 5.
+- The order of the parts counts in tuples, but not in lists and sets. Brackets must be the same. `(1,2)` may
+  be a point or an interval. An inequality in one variable is an interval.
+- Words are equal if only upper and lower case differ. Single letters are not: `x` is not `X`.
+- `x=5` equals `5`, but not `y=5`. The answer `m+n=5` equals `5`. `6=7` is an equation, not the number 7.
 """
 
 import re
@@ -35,9 +41,9 @@ from configs import require
 
 KINDS = ("math", "choice", "exact")
 
-# --- extraction: no pattern backtracks, so the cost of hostile text is linear in its length
+# --- extraction: no pattern backtracks, so even hostile text takes time linear in its length
 
-# LaTeX's \\, \{ and \} open no group.
+# BRACE and ANY_BOX also match \\, \{ and \}. These open or close no group in LaTeX, so they are skipped.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 ANY_BOX = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
@@ -45,16 +51,17 @@ BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\\text\s*\{)?\s*(?:and|or)?\s*\}?[\s,;$]
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
-CHOICE = re.compile(  # the answer is (C), \boxed{C}, or a line that is a letter only
+CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (C), C. or C:
     r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?([A-J])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The last balanced \boxed{} of the last <answer>...</answer> block that has one, stripped.
+    r"""Returns the content of a \boxed{}, stripped: the last balanced one in the last <answer>...</answer>
+    block that has one. Returns None if there is no such box, or if it is empty.
 
-    None if there is none, or if it is empty. `text` must still contain its stop string: without `</answer>`
-    there is no answer. The time is linear in len(text).
+    `text` must include the stop string: without `</answer>` there is no answer. The time is linear in
+    len(text).
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
@@ -64,9 +71,11 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxes(text, brace):
-    r"""Returns the balanced \boxed{} groups, sorted by start. A group is (start, start of the content, end of
-    the content, end)."""
-    found, stack = [], []  # stack, for each open brace: (start of \boxed, start of content); None for others
+    r"""Returns the positions in `text` of each balanced \boxed{}, sorted: (start, start of the content, end
+    of the content, end). brace: the pattern BRACE or ANY_BOX."""
+    # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
+    # belongs to no \boxed.
+    found, stack = [], []
     for match in brace.finditer(text):
         if match[1]:
             stack.append((match.start(), match.end()))
@@ -83,8 +92,8 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    """Returns the content of the last box after the thought. Boxes side by side are one answer, joined by
-    commas, so a response can't offer two answers and have the better one count."""
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
+    side are one answer, joined by commas. So a response that offers two answers is wrong."""
     text = _after_thought(text)
     boxes = _boxes(text, ANY_BOX)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
@@ -100,11 +109,12 @@ def _boxed(text):
 
 
 def _stated(text):
-    """Returns the rest of the line after the last `answer is` or `answer:`. If that has a box, returns the
-    content of the box."""
+    r"""Returns the rest of the line after the last `answer is` or `answer:`. If the rest of the line has a
+    \boxed{}, returns only the content of the box. Returns "" if there is no such line."""
     found = [match.end() for match in STATED.finditer(text)]
     line = text[found[-1]:].strip(" *\t").partition("\n")[0].partition("</answer>")[0] if found else ""
-    return _boxed(line) or line.partition(". I hope")[0].strip(" *")  # Minerva adds: I hope it is correct
+    # Responses in Minerva's format end with ". I hope it is correct."
+    return _boxed(line) or line.partition(". I hope")[0].strip(" *")
 
 
 def _answer_tag(text):
@@ -126,23 +136,23 @@ def _last(pattern):
     return extractor
 
 
-# Name of an extractor -> function from a response to its answer. All extractors but orz read only the text
-# after `</think>`.
+# Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
+# orz read only the text after `</think>`.
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "orz": extract_answer,  # the last box of the last <answer> block that has one
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
-    "answer_tag": _answer_tag,  # the last <answer> block: its box, what it states, or all of it
+    "answer_tag": _answer_tag,  # the last <answer> block: its box, else the text after `answer is`, else all
     "gsm8k": _last(GSM8K),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
-    "letter": _last(CHOICE),  # the last choice that is stated or begins a line
+    "letter": _last(CHOICE),  # the last letter A to J that is given as the answer (CHOICE)
     "last_number": _last(LAST_NUMBER),
     "whole": _after_thought,
 }
 
 
 def extract(text: str, extractor: str = "orz") -> str | None:
-    """Returns the answer in a response, stripped; None without an answer. Raises UserError for an unknown
-    extractor."""
+    """Returns the answer in the response `text`, stripped; None if the extractor finds no answer. Raises
+    UserError for an unknown extractor."""
     require(extractor in EXTRACTORS, f"extractor {extractor!r} is unknown", f"one of {', '.join(EXTRACTORS)}")
     return (EXTRACTORS[extractor](text) or "").strip() or None
 
@@ -152,7 +162,7 @@ def readers(text: str) -> list[str]:
     return [name for name in EXTRACTORS if extract(text, name) is not None]
 
 
-# --- normalise: the same thing is written the same way, and words stand in quotes
+# --- normalise: gives equal things one spelling, and puts words into quotes
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
@@ -192,8 +202,8 @@ TOKEN = re.compile(r"""
   | \\(?P<command>[A-Za-z]+)\ ?
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
-LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # in \text{}
-# Rules for the text after TOKEN, in order.
+LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
+# (pattern, replacement): the rules that `normalise` applies after TOKEN, in this order.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$"),  # dollars
     (r"√ ?(\d+)", r"\\sqrt{\1}"),
@@ -201,7 +211,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
     (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
-    (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # the space after a row
+    (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'("degrees") ?([CF])(?![a-z])', r'\1"\2"'),
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
@@ -226,7 +236,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(?<![\\\w}^\]\)])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
-    (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # an exact value, then its decimals
+    (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # \pi\approx3.14 becomes \pi
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:is|are|equals|answer)" ?:?(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
@@ -235,8 +245,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
 
 @lru_cache(4096)
 def normalise(text: str) -> str:
-    r"""Returns `text` with one spelling for spaces, styles, fractions and symbols, and with words in quotes.
-
+    r"""Returns `text` in one common spelling of spaces, styles, fractions and symbols, with words in quotes:
     `10~\text{ meters}.` becomes `10 "meters"`. The time is at most quadratic in len(text).
     """
     text = text.strip()
@@ -244,7 +253,7 @@ def normalise(text: str) -> str:
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, text.translate(CHARACTERS))
     for pattern, new in TIDY:
-        if pattern.search(text):  # a search without a match is faster than sub without a match
+        if pattern.search(text):  # most patterns don't match, and then `search` is faster than `sub`
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
@@ -266,7 +275,8 @@ def _quoted(match):
 
 
 def _is_word(match):
-    """Returns whether letters outside of \\text{} are a word. Otherwise they are a product of variables."""
+    r"""Returns whether letters outside of \text{} are a word. If not, each letter is a variable: `abc` is a
+    product."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
     if word in UNITS and len(word) > 1:
@@ -279,19 +289,31 @@ def _is_word(match):
     return not glued and (len(word) > 2 or word in NO_UNIT)
 
 
-# --- read: a type for the whole text, and its parts
+# --- read: finds the type of a text, and splits the text into its parts
 
 
 class Number(NamedTuple):
     value: Fraction
-    places: int | None  # after the decimal point; None if it is exact
+    places: int | None  # number of digits after the decimal point; None for an exact number
 
 
 class Reading(NamedTuple):
-    """A text with its type.
+    """A normalised text, its type, and its parts.
 
-    kind: number, quantity, base, residue, ratio, list (or set), tuple, intervals, matrix, named, equation,
-    relation, letters, text or expression. text: the normalised text. parts: depends on the kind."""
+        kind        parts
+        number      a Number
+        quantity    (Reading of the number, words of the unit)
+        base        (digits, base): both are text
+        residue     (modulus, [Reading])
+        ratio       Fractions
+        list        Readings of the elements of a list or set
+        tuple       (brackets, Readings of the elements); brackets are "=" for x=1, y=2
+        intervals   (variable or None, [(brackets, [low, high]), ...])
+        matrix      (shape, Readings of the cells)
+        named       (name before `=`, Reading of the text after it)
+        text        the words in lower case, without articles and plural s
+
+    The parts of an equation, relation, letters or expression are None."""
     kind: str
     text: str
     parts: Any = None
@@ -305,7 +327,7 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 UNITS = ALIASES.keys() | {f"{alias}s" for alias in ALIASES if len(alias) > 2}
 MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
-# A number followed by words is a number with a unit. With one of these words it is a text instead.
+# Words after a number are its unit. But if one of these words is among them, number and words are plain text.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by""".split())
@@ -318,15 +340,15 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) ?)?\\frac\{([+-]?\d{1,40})\}\{([+-]
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
-# What may stand before `=`.
+# The left side of `=`, if it is a name: in x=5 the answer is 5.
 NAME = re.compile(r"""
     (?:(?:m\ ?)?\\(?!pi)[a-z]+\ ?(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{"?\w+"?\})?'?(?:\([\w,]*\))?                   # ABC, a_{1}, f'(x)
   | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)                      # |AB|, [ABC], (r,\theta)
 """, re.VERBOSE)
-TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # m+n: what a problem may ask for
+TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a left side such as m+n, if a problem asks for m+n
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
-MATRIX = re.compile(  # maybe with a factor
+MATRIX = re.compile(  # a matrix, or a factor and a matrix
     r"(-?(?:(?:\d|\\frac|\\sqrt)[\w{}\\./]*)?)"
     r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\2matrix\}[)\]]?", re.DOTALL)
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
@@ -342,12 +364,12 @@ ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
 PLURAL = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
-DEEPEST = 8  # brackets in brackets; deeper ones are read as an expression
+DEEPEST = 8  # levels of nested brackets that `read` splits; text below them is read as one expression
 
 
 def _split(text, name):
-    """Splits `text` at the separators that are outside of brackets. Returns 1. the parts, 2. the
-    separators."""
+    """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns 1. the parts,
+    2. the separators."""
     parts, found, depth, start = [], [], 0, 0
     for match in SEPARATORS[name].finditer(text):
         if match["separator"]:
@@ -376,7 +398,8 @@ def _brackets(text):
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
-    """Returns the Reading of a normalised text. depth: how deep the text is nested in the whole answer."""
+    """Returns the Reading of a normalised text. depth: number of enclosing parts, if the text is a part of an
+    answer."""
     if depth <= DEEPEST and text:
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
@@ -396,7 +419,7 @@ def _read_list(text, depth):
     elements = []
     for part in parts:
         element = read(part, depth)
-        # 1\pm2 gives two elements of the list. A set inside the list is one element.
+        # A part such as 1\pm2 gives two elements. A part that is a set is one element.
         several = element.kind == "list" and not part.startswith(r"\{")
         elements += element.parts if several else [element]
     names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
@@ -404,9 +427,9 @@ def _read_list(text, depth):
         return Reading("intervals", text, (names.pop(), [piece for e in elements for piece in e.parts[1]]))
     if {e.kind for e in elements} == {"named"}:
         names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
-        if len(set(names)) == 1:  # x=1 or x=2
+        if len(set(names)) == 1:  # "x=1 or x=2"
             return Reading("named", text, (names[0], Reading("list", text, values)))
-        if len(set(names)) == len(names):  # y=2, x=1 is (x,y)=(1,2)
+        if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
             return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
 
@@ -421,7 +444,8 @@ def _read_named(text, depth):
 
 
 def _read_union(text, depth):
-    """Reads a union of intervals, or the real numbers, possibly without some points."""
+    r"""Returns the intervals of a union (\cup), of the real numbers (\mathbb{R}), or of intervals without
+    some points (\setminus). None for any other text."""
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, [("()", [read(r"-\infty"), read(r"\infty")])]))
     parts, _ = _split(text, "minus")
@@ -434,7 +458,8 @@ def _read_union(text, depth):
 
 
 def _without(pieces, points):
-    """Returns the intervals `pieces` without the points. [] if a point is outside of all intervals."""
+    """Returns the intervals `pieces` with the `points` cut out of them. Returns [] if a point is in none of
+    the intervals."""
     pieces = list(pieces)
     for point in points:
         for i, (kind, (low, high)) in enumerate(pieces):
@@ -447,7 +472,7 @@ def _without(pieces, points):
 
 
 def _below(a, b):
-    """Returns whether a < b is certain. It is only if both are plain numbers, or one is infinite."""
+    """Returns whether a < b is certain: both are plain numbers and a < b, or a is -∞, or b is ∞."""
     plain = a.kind == b.kind == "number" and a.parts.value < b.parts.value
     return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
 
@@ -457,7 +482,8 @@ EDGES = {"<": "()", ">": "()", r"\ne": "()", r"\le": "[]", r"\ge": "[]"}
 
 
 def _read_inequality(text, depth):
-    r"""Reads x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x. Reads any other inequality as a relation."""
+    r"""Returns x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x, and any other inequality as a relation. None
+    for a text without <, >, \le, \ge and \ne."""
     parts, signs = _split(text, "relation")
     if not signs:
         return None
@@ -478,7 +504,8 @@ def _read_inequality(text, depth):
 
 
 def _pieces(reading):
-    """Returns the intervals of a reading; [] if it has none. A pair in brackets is an interval."""
+    """Returns the intervals of a Reading; [] if it has none. A pair in brackets, such as (1,2), counts as an
+    interval."""
     if reading.kind == "intervals":
         return reading.parts[1]
     pair = reading.kind == "tuple" and reading.parts[0] != "=" and len(reading.parts[1]) == 2
@@ -513,14 +540,15 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Reads words, a number with a unit, or another text that has words in it."""
+    """Returns the Reading of a text with words, such as a number with a unit. None if the text has no
+    words."""
     money = MONEY.match(text)
     value = f'{money[1]}{text[money.end():]}"{money[2] or "dollars"}"' if money else text
     if LETTER_RUN.fullmatch(value):
         return Reading("letters", value.strip('"'))
     if '"' not in value:
         return None
-    if ANGLE.search(value):  # in \sin 50 degrees, degrees are not the unit of the whole
+    if ANGLE.search(value):  # \sin 50 degrees is a number without a unit: the degrees belong to 50
         radians = DEGREES.sub(r"\\frac{\1\\pi}{180}", value)
         return read(radians, depth) if radians != value else None
     number, _, unit = value.partition('"')
@@ -538,7 +566,7 @@ def _read_text(text, depth):
 
 
 def _unit(text):
-    """Returns the words of a unit in one spelling: ("m", "2") for `"square meters"` and for `"m"^{2}`."""
+    """Returns the words of a unit in a common spelling: ("m", "2") for `"square meters"` and `"m"^{2}`."""
     names, power = [], None
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/"))
     for word in re.findall(r"[a-z']+|[2-9]|/", text):
@@ -565,8 +593,8 @@ def _read_scalar(text, depth):
 
 
 def _number(text):
-    """Returns the Number that a text means: a decimal, fraction, mixed number or repeating decimal, each also
-    as a percentage. None for any other text."""
+    """Returns the Number of a text that is a decimal, a repeating decimal, a fraction or a mixed number, with
+    or without a percent sign. None for any other text."""
     percent = text.endswith(r"\%")
     text = text.removesuffix(r"\%").rstrip()
     if text.startswith("10^"):
@@ -593,30 +621,33 @@ def _number(text):
 
 # --- equality
 
-# An answer that matches has something left to solve. It is wrong where the gold answer is a plain number.
+# An answer that matches is an unfinished calculation, such as 3+4. If the gold answer is a plain number, such
+# an answer is wrong.
 UNSOLVED = re.compile(
     r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
     r"[|!]|[\w)}] ?[+-]")
-# math-verify misreads texts that match: 46 1 as 47, 52_9 as 52, 5\equiv 2 as 2.
+# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, and 5\equiv 2 as 2.
 MISREAD = re.compile(
     r"\d \d|\d ?\{\d|\{,|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
     r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # the closing parenthesis only after an opening one
+LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # A, A. or (A), but not A)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
     r"""Returns whether `answer` equals `gold`. kind: "math", "choice" (D, d, (D), D., \text{D}) or "exact".
 
-    Runs in this process without a deadline, so untrusted answers need grading.worker.Grader. Raises UserError
-    for an unknown kind, ValueError for a gold answer that can't be parsed, and the errors of math-verify.
+    Runs in this process and has no deadline. Grade untrusted answers with grading.worker.Grader instead.
+    Raises UserError for an unknown kind, and ValueError for a gold answer that can't be parsed. math-verify
+    may raise further errors.
     """
     equal = quick_grade(answer, gold, kind)
     return bool(_same(read(normalise(answer)), read(normalise(gold)), math_equal)) if equal is None else equal
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
-    """Returns the result of `grade`; None if that needs math-verify. Raises UserError for an unknown kind."""
+    """Returns what `grade` returns, without math-verify; None if only math-verify can decide. Raises
+    UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -634,8 +665,8 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Returns whether two readings are equal; None if unknown. prove(answer, gold): compares two expressions,
-    and returns True, False, or None if unknown."""
+    """Returns whether two Readings are equal; None if unknown. prove(answer, gold) compares the texts of two
+    expressions, and returns True, False, or None for unknown."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
@@ -645,10 +676,10 @@ def _same(answer, gold, prove):
         return _same_quantity(answer, gold, prove)
     if len(kinds) == 1 and answer.kind in COMPARE:
         return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"}:  # x=1, y=2 and 1, 2
+    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2"
         a, b = (r.parts if r.kind == "tuple" else (",", r.parts) for r in (answer, gold))
         return _same_tuple(a, b, prove)
-    if "list" in kinds:  # {5} and 5
+    if "list" in kinds:  # {5} equals 5
         a, b = (r.parts[0] if r.kind == "list" and len(r.parts) == 1 else r for r in (answer, gold))
         return "list" not in (a.kind, b.kind) and _same(a, b, prove)
     if "intervals" in kinds:
@@ -662,7 +693,7 @@ def _same(answer, gold, prove):
 
 
 def _squeeze(text):
-    """Returns `text` without quotes and without spaces. Spaces between two digits stay."""
+    """Returns `text` without quotes and spaces. Only spaces between two digits are kept."""
     return re.sub(r"(?<!\d) | (?!\d)", "", text.replace('"', ""))
 
 
@@ -672,34 +703,38 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number", "letters", "ratio"} or kinds == {"letters"}:
         return False
-    mixed = re.match(r"-?\d+ ?\\frac", gold.text)  # 1+\frac{4}{5} solves nothing then
+    # The gold answer 1\frac{4}{5} may be answered as 1+\frac{4}{5}, although UNSOLVED matches this sum.
+    mixed = re.match(r"-?\d+ ?\\frac", gold.text)
     if gold.kind == "number" and not mixed and UNSOLVED.search(answer.text):
         return False
     if MISREAD.search(answer.text) or MISREAD.search(gold.text):
         return False
-    if answer.text.count("'") != gold.text.count("'"):  # math-verify drops primes
+    if answer.text.count("'") != gold.text.count("'"):  # math-verify ignores primes, and f' is not f
         return False
     symbols, needed = (set(SYMBOL.findall(r.text)) for r in (answer, gold))
-    if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:  # x and X
+    # The symbols differ in upper and lower case only, such as x and X.
+    if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:
         return False
     return prove(answer.text, gold.text)
 
 
 def _same_named(answer, gold, prove):
-    """Compares readings of which one has a name: x=5 equals 5 and x=5, but not y=5. An equation equals only
-    an equation."""
+    """Returns whether two Readings are equal if one or both have a name: x=5 equals 5 and x=5, but not y=5.
+    None if unknown. An equation equals only an equation."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
     other = name and needed and name != needed
     if other and {a.kind, b.kind} & {"tuple", "list"}:
         return False
-    if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):  # x+y=5 is a line
+    # A gold answer such as x+y=5 may be a line, so it counts as an equation.
+    if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
 def _same_quantity(answer, gold, prove):
-    """Compares quantities. If both have a unit, the units must be equal. If only one has a unit, the numbers
-    decide."""
+    """Returns whether two Readings are equal if one or both have a unit; None if unknown. Two units must be
+    equal. If only one Reading has a unit, only the numbers are compared. A percentage is never equal to a
+    number with a unit."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
     if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
@@ -716,10 +751,11 @@ def _same_number(answer, gold, prove):
 
 
 def _same_tuple(answer, gold, prove):
-    """Returns whether two tuples have the same brackets and equal parts in order. None if no part is known to
-    differ and one part is unknown."""
+    """Returns whether two tuples have the same brackets and the same parts in the same order. None if no part
+    is known to differ, but some part is unknown."""
     (kind, a), (needed, b) = answer, gold
-    system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}  # x=1, y=2
+    # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
+    system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
     if len(a) != len(b) or kind != needed and not system:
         return False
     verdicts = [_same(*pair, prove) for pair in zip(a, b, strict=True)]
@@ -727,7 +763,7 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order. None if that is unknown."""
+    """Returns whether `answer` has the same parts as `gold` in any order. None if unknown."""
     left = list(answer)
     if len(left) != len(gold):
         return False
@@ -749,10 +785,10 @@ COMPARE = {"number": _same_number, "list": _unordered,
 
 @lru_cache(4096)
 def _parse(text):
-    r"""Returns math-verify's parse of one whole expression; [] if it can't be parsed.
+    r"""Returns math-verify's parse of `text`: a list with the sympy object first; [] if it can't be parsed.
 
-    The text is put into \boxed{}. Without the box math-verify would look for delimiters, and read only the
-    part between them (`7 $5$` as 5). For the same reason a text with delimiters inside gives [].
+    math-verify would search the text for a part between $ signs, and read only that part: `7 $5$` as 5. So
+    this function puts the whole text into \boxed{}, and returns [] for a text with such delimiters inside.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
@@ -761,21 +797,22 @@ def _parse(text):
     if INNER_DELIMITER.search(text) or '"' in text:
         return []
     text = re.sub(r"(?<![A-Za-z\\])i(?=\d)", "i*", text)
-    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # it reads 2(3) as 2+3
-    # Without `units`: it drops the variable of `2t`.
+    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # math-verify reads 2(3) as 2+3
+    # With units=True, math-verify would read the t of `2t` as a unit and drop it.
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
-    found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the pool has the timeout
-    if found and isinstance(found[0], Basic):  # math-verify reads i as a variable; it becomes sympy's I
+    found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the worker has its own deadline
+    # math-verify reads i as a variable. It is replaced by sympy's imaginary unit I.
+    if found and isinstance(found[0], Basic):
         names = {s.name: s for s in found[0].free_symbols}
-        if "i" in names and "j" not in names:  # with j in the expression, i is a unit vector
+        if "i" in names and "j" not in names:  # if j is there too, i and j are unit vectors
             found[0] = found[0].xreplace({names["i"]: I})
     return found
 
 
 def math_equal(answer: str, gold: str) -> bool:
-    """Returns whether math-verify finds two normalised expressions equal. Raises ValueError if `gold` can't
-    be parsed."""
+    """Returns whether two normalised expressions are equal, as math-verify decides. Raises ValueError if
+    `gold` can't be parsed, and the errors of math-verify."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -787,13 +824,13 @@ def math_equal(answer: str, gold: str) -> bool:
         if (close := _close(left[0], right[0])) is not None:
             return close
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-    except (RecursionError, MemoryError, OverflowError):  # the answer is too large: wrong, not an error
+    except (RecursionError, MemoryError, OverflowError):  # a too large answer counts as wrong, not as error
         return False
 
 
 def _close(a, b):
-    """Returns whether two numbers agree to one part in a million. None unless both are numbers and one of
-    them has a decimal."""
+    """Returns whether two sympy numbers agree to one part in a million. None if one of the two is no number,
+    or if neither of them contains a decimal."""
     from sympy import Expr, Float
 
     if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):

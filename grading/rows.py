@@ -1,10 +1,10 @@
-r"""Rows of data files as problems with a gold answer.
+r"""Reads problems and gold answers from data files in many formats.
 
     for number, row in problem_rows("train.jsonl", "math"):
         row.turns, row.answer, row.kind
 
-A file is JSON, JSONL, Parquet or a data set on Hugging Face's hub. A row is one of these, told apart by its
-fields; `problem_of` reads all of them:
+A file is JSON, JSONL or Parquet, on the disk or in a data set of the Hugging Face Hub. `problem_of`
+recognises the format of a row by the names of its fields:
 
     plain, TRL            prompt (text or turns); answer, ground_truth or solution
     Open-Reasoner-Zero    [{from, value}, {from, ground_truth: {value}}], or prompt (turns) and final_answer
@@ -14,9 +14,12 @@ fields; `problem_of` reads all of them:
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
 
-Any row may have reward (how answers are compared), and dataset or data_source (whose grader and extractor
-are used). Every row gives a problem and an answer that is not empty, or a UserError of one line with file and
-row.
+Any row may also have these fields:
+
+    reward                    how answers are compared: "math", "choice" or "exact"
+    dataset or data_source    name of a data set; --reward and --extractor can differ for each data set
+
+The problem and the answer of a row must not be empty. A wrong row raises a UserError that names file and row.
 """
 
 from __future__ import annotations
@@ -36,17 +39,18 @@ from typing import Any
 from configs import UserError, data_file, require
 from grading.answers import KINDS, extract, grade
 
-PROBLEM = ("prompt", "problem", "question", "messages")  # fields, the first that is not null counts
+# Fields with the problem, and fields with the gold answer. The first one that is not null is used.
+PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
-ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's words
-WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # not LaTeX's \commands
-# In tables that were converted to CSV, lists and objects are text: JSON, or Python's repr.
+ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
+WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
+# A table that was once a CSV file has lists and objects as text. These patterns find such text, to refuse it.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
-# At the ends of a text: spaces, NUL, and what has no width.
+# Characters to strip from the ends of a text: spaces, NUL, and characters without width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
@@ -58,7 +62,7 @@ class Row:
     turns: tuple[tuple[str, str], ...]  # (role, content) of each turn; the last turn is the user's problem
     answer: str  # the gold answer
     kind: str  # how an answer is compared with the gold answer: "math", "choice" or "exact"
-    dataset: str  # the row's field dataset or data_source; "" without one
+    dataset: str  # the row's field `dataset` or `data_source`; "" if it has neither
 
     @property
     def text(self) -> str:
@@ -70,15 +74,15 @@ class Row:
 
 
 def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
-    """(number, row) of all rows of a file or of a data set on the hub. `default`: see `problem_of`. Raises
-    UserError."""
+    """Yields (number, Row) for each row of a file. `path` may also name a file on the Hub (`local_file`).
+    default: the kind of rows that name none. Raises UserError."""
     for number, row in read_rows(local_file(path)):
         yield number, problem_of(row, f"{path} row {number}", default)
 
 
 def local_file(path: str) -> str:
-    """The file that `path` names: itself, or a file of the hub's data set OWNER/NAME:FILE, from the cache or
-    downloaded. Raises UserError."""
+    """Returns the path of a local file. A `path` of the form OWNER/NAME:FILE names a file of a data set on
+    the Hub. Such a file is taken from the cache or downloaded. Raises UserError if that fails."""
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match:
         return path
@@ -88,7 +92,7 @@ def local_file(path: str) -> str:
     try:
         cached = try_to_load_from_cache(repo, file, repo_type="dataset")
         return cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
-    except Exception as e:  # the network's many ways to fail
+    except Exception as e:  # a download can fail with many types of errors
         raise UserError(f"no file {path}, and the hub's file is neither in the cache nor downloaded "
                         f"({type(e).__name__}); needed: a file that exists, or first: "
                         f"hf download --repo-type dataset {repo} {file}") from None
@@ -98,8 +102,11 @@ def local_file(path: str) -> str:
 
 
 def problem_of(row: Any, where: str, default: str = "math") -> Row:
-    """The problem of a row in any of the formats above. `default` is the kind of a row that names none.
-    Raises UserError with `where` for any other row."""
+    """Returns the problem of a row in one of the formats listed at the top of this file. Raises UserError for
+    any other row.
+
+    where: file and number of the row, for the error message.
+    default: the kind ("math", "choice" or "exact") if the row has no field `reward` and no choices."""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", row, where)
@@ -116,8 +123,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # An index is only understood by kind "choice". Every other kind compares the answer as it is, so an
-        # index would be a wrong gold answer.
+        # Only the kind "choice" understands a gold answer that is the index of a choice. Every other kind
+        # compares the answer with the number itself.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -130,7 +137,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """The row as one dict; ORZ's training pairs are a list."""
+    """Returns the row as one dict. A row of Open-Reasoner-Zero's training data is a list of turns. Returns {}
+    for a row that is neither dict nor list."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
@@ -140,20 +148,20 @@ def _fields(row):
 
 
 def _first(fields, *names):
-    """The first of these fields that isn't None, or None."""
+    """Returns the value of the first field in `names` that is not None; None if there is none."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _check_text(text, name, row, where):
-    """Raises UserError for a text that is missing, blank or invisible."""
+    """Raises UserError if `text` is None or has no visible character. name: "problem" or "answer"."""
     if text is None or not text.strip(INVISIBLE):
         found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
         raise UserError(f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}")
 
 
 def _turns(prompt, where):
-    """Returns the (role, content) of the turns up to the user's last turn. A `prompt` that is a text is one
-    turn of the user. Turns of the assistant at the end are a demonstration and are left out."""
+    """Returns the turns of a conversation as pairs (role, content). A `prompt` of type str is one turn of the
+    user. Turns of the assistant at the end are left out: they demonstrate a response. Raises UserError."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
         require(not turns, f"{where} has a conversation as text", "a list of turns")
@@ -176,7 +184,8 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """The data set that the row names, or "". RLVR has a list of one; verl calls the column data_source."""
+    """Returns the name of the row's data set; "" if it has none. Open-Instruct RLVR writes the name as a list
+    of one text. verl calls the field data_source."""
     for name in ("dataset", "data_source"):
         value = fields.get(name)
         if isinstance(value, list) and len(value) < 2:
@@ -193,7 +202,8 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """The value of the row's answer field, without lists and dicts around it."""
+    """Returns the value of the row's answer field. A list of one value gives this value. A dict gives its
+    `ground_truth` or `value`."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -205,7 +215,7 @@ def _is_number(value):
 
 
 def _plain_text(value):
-    """A text or a finite number as text; None for anything else."""
+    """Returns a text, or a finite number as text; None for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, JsonNumber):
@@ -213,13 +223,13 @@ def _plain_text(value):
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         return None
-    # Parquet has integers as floats where a column also has nulls.
+    # A Parquet column of integers with nulls has often become a column of floats: 5 is 5.0 there.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _answer(fields, where):
-    """Returns the gold answer's text, extracted from a worked solution if it is in one; None if there is no
-    answer."""
+    """Returns the gold answer as text; None if there is none. If the field holds a worked solution, only the
+    final answer is returned: the content of the box, or the text after `####`. Raises UserError."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", '{"ground_truth": "2"}')
@@ -234,15 +244,15 @@ def _answer(fields, where):
     if marked and "\n" not in last.strip():
         return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):
-        # The solution of TRL's prompts may be the bare answer. Four words are a sentence.
+        # In TRL's format, `solution` may be the answer alone. A text with four words or more is taken as a
+        # worked solution.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
     return text
 
 
 def _out_of_list(text):
-    """Returns the element of a one-element JSON list of text: 5 for ["5"]. Returns any other text
-    unchanged."""
+    """Returns 5 for the text ["5"], a JSON list with one text. Returns any other text unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith('["') else None
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
@@ -254,11 +264,12 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Letter -> text of the row's choices; {} where it has none."""
+    """Returns the row's choices: letter -> text; {} if it has none. Raises UserError if they are no texts or
+    more than 26."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # Parquet adds the letters of other rows, as nulls
+    elif isinstance(choices, dict):  # Parquet gives each row the letters of all rows, with null as their text
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
@@ -268,7 +279,8 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """The problem with its choices below, one `A. text` a line, unless the problem lists them itself."""
+    """Returns the problem's text followed by its choices, one `A. text` a line. Returns `text` unchanged if
+    it already lists these choices. Raises UserError if it lists other choices."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
@@ -280,16 +292,16 @@ def _with_choices(text, choices, where):
 
 
 def _letter_of(gold, fields, choices, where):
-    """Returns the letter of the right choice. The gold answer may be an index from 0, a letter, or the text
-    of a choice. Raises UserError unless the gold answer names exactly one choice."""
+    """Returns the letter of the right choice. `gold` may be an index from 0, a letter, or the text of a
+    choice. Raises UserError unless `gold` names exactly one choice."""
     if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
         found = list(choices)[int(index[1]):][:1] if index else []
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # `text` may be both a letter and the text of another choice: {"A": "B", "B": "C"} with answer "B". If
-        # the row itself names the letters, the answer is read as a letter.
+        # With the choices {"A": "B", "B": "C"}, the answer "B" is both a letter and the text of choice A. It
+        # is read as a letter, because the row names the letters. A list of choices would name no letters.
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
@@ -302,7 +314,7 @@ def _letter_of(gold, fields, choices, where):
 
 @dataclass(frozen=True, slots=True)
 class JsonNumber:
-    """A number of a JSON file, kept as its text: 1.10 stays 1.10, and 5,000 digits stay."""
+    """A number of a JSON file as its text, so that no digit changes: 1.10 stays 1.10."""
 
     text: str
 
@@ -315,10 +327,10 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """(number from 1, row) of a .json (a list), .jsonl or .parquet file, one at a time. Rows of a .jsonl file
-    have the numbers of their lines. The numbers inside JSON rows are JsonNumber objects.
+    """Yields (number, row) for each row of a .json file (a list), a .jsonl or a .parquet file.
 
-    Raises UserError where the file has no row or can't be read."""
+    Numbers start at 1. The number of a row in a .jsonl file is the number of its line. Numbers inside JSON
+    rows are JsonNumber objects. Raises UserError if the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)
@@ -360,7 +372,7 @@ def _list_rows(file):
 
 @contextlib.contextmanager
 def _not_json(where):
-    """Raises UserError for what is neither UTF-8 nor JSON."""
+    """Context that turns errors of reading JSON into a UserError with `where`."""
     try:
         yield
     except UnicodeDecodeError as e:
