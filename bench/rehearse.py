@@ -2,11 +2,12 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. Then 8 ranks with the
-debug layout resume and train two more. This tests what fails first on a cluster: the rendezvous of four
-agents, 32 ranks in one mesh, a sharded save, a resume on another number of ranks. Prints one JSON line a
-phase: seconds, and by how much the machine's available memory fell, in GiB. --out, a new or empty folder, is
-removed at the end.
+Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save.
+Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
+
+This tests what often fails first on a cluster: the rendezvous of four agents, 32 ranks in one mesh, a sharded
+save, and a resume on another number of ranks. Prints one JSON line per phase: its seconds, and the largest
+fall of the machine's available memory in GiB. --out must be a new or empty folder. It is removed at the end.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from log import read_metrics
 
 
 def available_gb() -> float:
-    """Returns the kernel's estimate of available memory in GiB."""
+    """Returns the kernel's estimate of the machine's available memory, in GiB."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     line = next(x for x in lines if x.startswith("MemAvailable"))
     return int(line.split()[1]) / 2**20
 
 
 def phase(name: str, commands: list[list[str]], out: Path) -> None:
-    """Runs the commands in parallel and prints seconds and memory. Ends this program if a command fails."""
+    """Runs the commands in parallel, then prints their seconds and memory. Exits if a command fails. out: the
+    run's folder; the logs are beside it."""
     before = lowest = available_gb()
     began = time.monotonic()
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]

@@ -1,11 +1,13 @@
-"""Measures an engine: sampling speed against bare vLLM and against a limit, and waking, syncing and sleeping.
+"""Measures an engine's speed: sampling, and waking, syncing weights and sleeping.
 
     python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
-The engine and the trainer's policy are in one process, as in train.py. Figures are medians over the rounds
-after the first. Prints one JSON line a figure. `limit` is a bound on tokens a second: each decoding step must
-read the weights and the cached keys and values once, at the bandwidth of a large copy on this device.
+The engine and the trainer's policy are in one process, as in train.py. The sampling speed is compared with
+that of vLLM's own `generate` (`bare_vllm`) and with an upper bound (`limit`). The bound assumes that each
+decoding step reads the weights and the cached keys and values once, as fast as this device copies a tensor.
+
+Prints one JSON line per measurement. Values are medians over the rounds after the first.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from rollout import ENGINES, make_engine
 
 
 def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
-    """Samples with vLLM's own `generate`, without log-probs. Returns the number of tokens."""
+    """Samples n responses per prompt with vLLM's own `generate`, without log-probs. Returns the number of
+    sampled tokens."""
     from vllm import SamplingParams
 
     engine.llm.reset_prefix_cache()
@@ -41,8 +44,8 @@ def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
 
 
 def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Namespace, seed: int) -> dict:
-    """Returns the figures of one `awake`: tokens a second of engine and bare vLLM, and the memory ledger's
-    metrics."""
+    """Wakes the engine once and samples. Returns name -> number: tokens per second of the engine and of bare
+    vLLM, GB of synced weights, and the seconds and memory that the engine's ledger measured."""
     figures = {}
     with engine.awake(weights, version=seed):
         start = time.perf_counter()
@@ -57,17 +60,18 @@ def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Name
 
 
 def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: float) -> float:
-    """Returns the tokens a second if each decoding step reads weights, keys and values once."""
+    """Returns an upper bound of the tokens per second: each decoding step reads the weights and the cached
+    keys and values once. bandwidth: bytes per second, read and written."""
     c = engine.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * engine.dtype.itemsize  # per token
-    length = mean(len(ids) for ids in prompts.values()) + args.tokens / 2  # of a sequence, half way
+    length = mean(len(ids) for ids in prompts.values()) + args.tokens / 2  # mean context while decoding
     running = min(len(prompts) * args.samples, engine.cfg.max_num_seqs)
     return running * bandwidth / (engine.ledger.bytes + running * length * kv_bytes)
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns all figures, name -> its values, as medians over the rounds."""
+    """Returns name of a measurement -> its values, as medians over the rounds. Memory is the last round's."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}

@@ -1,13 +1,15 @@
-"""What checkpoints cost a run: blocks of five steps of the demo with a save against blocks without one, in
-one run.
+"""Measures what a checkpoint costs: compares blocks of five steps with a save to blocks without a save.
 
-    torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20] [--out
-    runs/saving]
+    torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20]
+             [--out runs/saving]
 
-The training waits for the copy to host memory (`waits_s`). The files are written beside the steps; what that
-takes from them is the difference between the two kinds of block, as a share of a block without a save:
-`difference_share` is the mean of the middle four fifths. `cpu_share` is the same for CPU time of this rank,
-which other programs on the machine change less. Prints one JSON line. """
+A save has two costs. Training waits for the copy to host memory. Then a thread writes the files, which slows
+the steps that run meanwhile. All blocks belong to one run of the demo. Prints one JSON line:
+    waits_s            seconds that training waits for the copy
+    difference_share   (block with a save - block without) / block without, in seconds: the mean over the
+                       middle four fifths of the pairs of blocks
+    cpu_share          the same in CPU seconds of this rank, which other programs disturb less
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,22 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """Returns the middle four fifths of the sorted values. The tails contain a shared machine's pauses."""
+    """Returns the middle four fifths of the sorted values. The others may come from pauses by other programs
+    on the machine."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Returns, for each pair, (block with a save - block without) / median block without."""
+    """Returns, for each pair of blocks, (with a save - without) / median of the blocks without a save.
+    blocks[True]: the blocks with a save."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 
 
 def main() -> None:
     args = arguments(__doc__, model="runs/tiny-base-0", pairs=20, preset="tiny-ppo", out="runs/saving")
-    still = 1e-30  # a learning rate that moves no weight, so that every block does the same work
+    still = 1e-30  # a learning rate that changes no weight. So every block does the same work.
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
@@ -48,9 +52,10 @@ def main() -> None:
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
-    run.start = 1  # the first step prints samples
+    run.start = 1  # leaves out step 0, which prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
-        saves = block % 4 in (1, 2)  # without, with, with, without: a drift of the machine's speed cancels
+        # The order is without, with, with, without. So a slow drift of the machine's speed cancels.
+        saves = block % 4 in (1, 2)
         began, cpu_began = time.perf_counter(), time.process_time()
         if saves:
             warning = run.saver.save(1000 + block)

@@ -1,11 +1,14 @@
-"""Measures how cost grows: with ranks, pack length, response length and vocabulary.
+"""Measures how the cost grows with ranks, pack length, segment length and vocabulary.
 
     python -m bench.scaling [--base runs/tiny-base-0] [--size tiny] [--rounds 3] [--only ranks lengths]
 
-Ranks: whole steps of tiny-grpo (bench/step.py) with the same total work, and with the same work a rank. Each
-round runs every case once; the figure is the median of the rounds. Lengths: the trainer's phases
-(bench/train.py) over 16,384 tokens; the head runs on the sampled tokens only. Prints one JSON line a figure,
-then a table. Both go to bench/results/scaling.json and scaling.md.
+ranks: seconds of whole steps of tiny-grpo (bench/step.py). Either the total work is fixed, or the work of a
+rank. Each round runs every case once. The result is the median over the rounds.
+
+lengths: seconds of the trainer's phases (bench/train.py) over 16,384 tokens. A segment is a prompt with its
+response. The head computes the response tokens only.
+
+Prints one JSON line per result, then a table. Both go to bench/results/scaling.json and scaling.md.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ import sys
 from bench.common import RESULTS, ROOT, arguments, environment, markdown, say, torchrun
 from tools.tiny import build
 
-RANK_CASES = (  # fixed work, ranks, threads of each rank, prompts a step
+RANK_CASES = (  # which work is fixed, ranks, threads of a rank, prompts of a step
     ("in all", 1, 1, 32), ("in all", 1, 2, 32), ("in all", 2, 1, 32), ("in all", 4, 1, 32),
     ("a rank", 1, 1, 16), ("a rank", 2, 1, 32), ("a rank", 4, 1, 64))
-LENGTH_CASES = {  # what grows: the arguments of bench/train.py
+LENGTH_CASES = {  # what grows -> arguments of bench/train.py, one dict per case
     "pack": [dict(pack=n, packs=16384 // n, segment=1024) for n in (1024, 2048, 4096, 8192, 16384)],
     "segment": [dict(pack=16384, packs=1, segment=n) for n in (128, 512, 2048, 8192, 16384)],
     "vocab": [dict(pack=4096, packs=4, segment=512, vocab=n) for n in (1024, 8192, 32768)],
@@ -30,8 +33,8 @@ LENGTH_CASES = {  # what grows: the arguments of bench/train.py
 
 
 def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """Returns the figures (JSON lines) of a bench. If the bench fails, exits with the end of its error
-    output."""
+    """Runs bench/SCRIPT.py on `ranks` ranks. Returns the JSON lines that it prints. If it fails, exits with
+    the end of its error output."""
     command = torchrun(ranks, "-m", f"bench.{script}", *args)
     done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
                           check=False)
@@ -41,7 +44,7 @@ def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) ->
 
 
 def by_ranks(base: str, rounds: int) -> list[dict]:
-    """Returns seconds of whole steps for each of RANK_CASES."""
+    """Returns one row per case of RANK_CASES, with the seconds of a step."""
     seconds: dict[tuple, list[float]] = {case: [] for case in RANK_CASES}
     for _ in range(rounds):
         for case in RANK_CASES:
@@ -62,7 +65,7 @@ def by_ranks(base: str, rounds: int) -> list[dict]:
 
 
 def by_lengths(size: str) -> list[dict]:
-    """Returns microseconds a token and memory of the trainer's phases for each of LENGTH_CASES."""
+    """Returns one row per case of LENGTH_CASES and phase, with the phase's µs per token and its memory."""
     rows = []
     for by, cases in LENGTH_CASES.items():
         for case in cases:
@@ -79,24 +82,25 @@ def by_lengths(size: str) -> list[dict]:
 
 
 def ranks_table(rows: list[dict]) -> str:
-    """Markdown: seconds of a step by ranks."""
+    """Returns a Markdown table: the seconds of a step by ranks and threads."""
     return markdown(("work fixed", "ranks × threads", "samples a step", "s a step", "samples a second"),
                     [(r["fixed_work"], f"{r['ranks']} × {r['threads_a_rank']}", r["samples"],
                       f"{r['step_s']:.3f}", r["samples_per_s"]) for r in rows])
 
 
 def lengths_table(rows: list[dict], by: str) -> str:
-    """Markdown: microseconds a token of each phase, and the largest memory, by what grows."""
+    """Returns a Markdown table: µs per token of each phase, and the largest memory of a phase. by: what grows
+    from column to column, a key of LENGTH_CASES."""
     sizes = list(dict.fromkeys(r[by] for r in rows))
     lines = [(phase, *(f"{r['us_a_token']:.1f}" for r in rows if r["phase"] == phase))
              for phase in dict.fromkeys(r["phase"] for r in rows)]
     memory = [max(r["memory_gib"] for r in rows if r[by] == n) for n in sizes]
-    lines.append(("GiB above what is held at rest", *(f"{m:.2f}" for m in memory)))
+    lines.append(("peak GiB above the memory between phases", *(f"{m:.2f}" for m in memory)))
     return markdown((f"µs a token by {by}", *(f"{n:,}" for n in sizes)), lines)
 
 
 def table(rows: list[dict]) -> str:
-    """Returns all figures as Markdown."""
+    """Returns the Markdown tables of all rows."""
     of = {by: [r for r in rows if r["by"] == by] for by in ("ranks", *LENGTH_CASES)}
     return "\n".join(ranks_table(some) if by == "ranks" else lengths_table(some, by)
                      for by, some in of.items() if some)

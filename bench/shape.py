@@ -1,9 +1,10 @@
-"""Writes a model folder with a real model's shape and random weights, for machines without network.
+"""Writes a model folder with a real model's shape and random weights, for machines without a network.
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has sums to train on (train.jsonl). The tokenizer is the demo's, which knows bytes only. The
-vocabulary has the shape's own size, so most tokens that such a model samples have no text.
+The folder also has problems to train on (train.jsonl, sums). The tokenizer is the demo's: its tokens are
+bytes and a few tags. The vocabulary is as large as the real model's. So most tokens that the model samples have no
+text.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of one of tools/plan.py's shapes. `layers`, `vocab`: 0 keeps the
-    shape's value."""
+    """Returns the Hugging Face config of a shape that tools/plan.py knows. `layers`, `vocab`: other values
+    than the shape's; 0 keeps the shape's value."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -30,8 +31,8 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
-    """Writes the folder: bf16 weights drawn from N(0, 0.02²), and train.jsonl. Returns its path. `chat`: add
-    a chat template to the tokenizer."""
+    """Writes the folder `out`: bf16 weights drawn from N(0, 0.02²), tokenizer and train.jsonl. Returns its
+    path. `layers`, `vocab`: as in config_of. `chat`: give the tokenizer a chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -1,11 +1,11 @@
-"""Measures whole steps of training: seconds of each phase, samples and tokens a second, MFU, memory.
+"""Measures whole training steps: seconds of each phase, samples and tokens per second, MFU and memory.
 
     python -m bench.step tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
-Runs the loop of train.py and takes all its flags. By default: 12 steps, no evaluation, no saves. Figures are
-medians over the steps after the third, from the run's metrics. `mfu` is the share of the FLOP a second that
-a matrix product reaches on this device. Prints one JSON line a figure.
+Runs the loop of train.py and takes all flags of train.py. By default it trains 12 steps without evaluation
+and saves. Prints one JSON line per measurement. Values are medians over the steps after the third, from the
+run's metrics. `mfu` is the run's FLOP per second divided by those of a large matrix product on this device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bench.limits import device_name, matmul_flops
 from configs import Config, parse, require, user_errors
 from log import read_metrics
 
-WARMUP = 3  # steps that are not measured
-PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample or run the models
+WARMUP = 3  # the first steps, which are not measured
+PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample, or run a model
 
 
 def phases_of(row: dict) -> dict[str, float]:
-    """Returns the seconds of each phase of a step."""
+    """Returns phase -> seconds, for one step. row: the step's metrics."""
     return {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and k != "time/step"}
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns all figures, name -> its values. `rows`: metrics of the measured steps; `peak`: FLOP a
-    second."""
+    """Returns name of a measurement -> its values. rows: metrics of the measured steps. peak: FLOP per second
+    of a large matrix product."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:
@@ -62,13 +62,13 @@ def main() -> None:
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     peak = matmul_flops(world.device, world.dtype)
     with tempfile.TemporaryDirectory() as own_folder:
-        folder = dist.gather(own_folder)[0]  # all ranks use rank 0's
+        folder = dist.gather(own_folder)[0]  # all ranks use the folder of rank 0
         run = train.prepare(replace(cfg, out=f"{folder}/run", go=True))
         train.train(run)
         run.grader.close()
         run.log.close()
         rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
-        dist.gather(None)  # the folder stays until all ranks have read it
+        dist.gather(None)  # waits for all ranks, because rank 0 removes the folder that they read
     if not world.main:
         return
     require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")

@@ -1,6 +1,8 @@
-"""Checks a run's engine by its metrics. Prints one JSON line a demand; exit status 0 if all are met.
+"""Checks by a run's metrics that its engine worked. Prints one JSON line per demand.
 
     python -m bench.verdict runs/NAME/metrics.jsonl [--steps 20]
+
+The exit status is 0 if all demands are met, else 1.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns the sum of these metrics at each step; NaN, which fails every demand, if there is no
-        step."""
+        """Returns the sum of these metrics for each step. Without steps it returns [NaN], which fails every
+        demand."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # Engine and trainer round differently: at 7B others found gaps of 0.032 nats (root mean square; about
-    # 0.026 in the mean) with vLLM's bf16 head. Stale weights or another temperature give 0.1 and more.
-    # Asleep, vLLM keeps its CUDA graphs and kernels: 0.5 GiB outside its pool at 7B, 0.8 to 1.0 in all on a
-    # driver that only counts, and NCCL's buffers on several GPUs. What grows from step to step is a leak.
-    at_most = {  # demand: (found, bound)
+    # The bounds for the gap: engine and trainer round differently. At 7B with vLLM's bf16 head, others found
+    # a gap of 0.032 nats (root mean square), which is about 0.026 in the mean. Stale weights or a wrong
+    # temperature give 0.1 nats or more.
+    #
+    # The bounds for memory: a sleeping vLLM keeps its CUDA graphs and kernels, 0.5 GiB outside its pool at
+    # 7B. A stub CUDA driver that counts memory found 0.8 to 1.0 GiB in total. Several GPUs add NCCL's
+    # buffers. If the memory grows from step to step, it leaks.
+    at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),
         "mean |engine - trainer| log-prob, nats": (statistics.mean(values("logp_gap/mean")), 0.03),
