@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import run_ranks
 from ranks import all_gradients, in_bf16, make_samples, meet, updates_with_moves, weights
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist
@@ -25,16 +26,9 @@ def agree(a, b, tolerance=1e-5):
         if name in ("metrics", "packs"):
             continue
         error = (a[name] - b[name]).norm() / (b[name].norm() + 1e-12)
-        assert error < tolerance, (name, float(error))
+        assert error <= tolerance, (name, float(error))
     for key, value in a["metrics"].items():
         assert value == pytest.approx(b["metrics"][key], rel=1e-4, abs=1e-6), key
-
-
-def equal_bits(a, b):
-    """Assert that two results of ranks.gradients have equal gradients and metrics, bit by bit."""
-    for name, x in a.items():
-        same = torch.equal if isinstance(x, torch.Tensor) else dict.__eq__
-        assert name == "packs" or same(x, b[name]), name
 
 
 JOBS = {
@@ -61,6 +55,7 @@ def alone(tiny):
 
 
 def test_gradients_do_not_depend_on_packs(alone):
+    """Large packs compute shared prefixes once. Small packs have about one sample, so they share nothing."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -94,13 +89,11 @@ def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
     made = [(config(tiny, recompute=mode, kl_coef=0.1), make_samples(24)) for mode in modes]
     for none, *others in run_ranks(ranks, all_gradients, made):
         for other in others:
-            equal_bits(none, other)
+            agree(none, other, tolerance=0)
 
 
 @pytest.mark.parametrize("which", ["tiny", "untied"])
 def test_full_weights_equal_the_files(which, request):
-    from safetensors.torch import load_file
-
     path = request.getfixturevalue(which)
     files = load_file(f"{path}/model.safetensors")
     for got in run_ranks(2, weights, path):
