@@ -1,7 +1,6 @@
 """Tests that both engines pass: plain PyTorch's, and the real vLLM (its CPU build)."""
 
 import dataclasses
-import json
 import os
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 import ranks
 import torch
 from conftest import maths, responses, run_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import data
 import dist
@@ -18,6 +19,7 @@ import train
 from configs import PRESETS, UserError
 from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
+from log import read_metrics
 
 # Prompts may fill a block of vLLM's prefix cache, which has 128 tokens on a CPU.
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
@@ -150,14 +152,12 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
     assert alone[1, 0].ids.tolist() == samples[1, 0].ids.tolist()
 
 
-def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts):
+def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts, monkeypatch):
     """The torch engine samples prompts of several lengths while all new memory is filled with NaN."""
-    torch.use_deterministic_algorithms(True)  # fills the tensors of torch.empty with NaN
-    try:
+    with dist.deterministic(True):
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
         assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
         samples = generate(engines[0]["torch"], policy, prompts, n=3)
-    finally:
-        torch.use_deterministic_algorithms(False)
     check_logprobs(samples, policy, 1.0)
 
 
@@ -218,33 +218,27 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
     check_logprobs({(s.prompt_id, s.sample_id): s for s in samples}, policy, 1.0)
 
 
-def test_a_response_ends_after_a_stop_string_or_eos(engines, engine, policy, prompts):
+def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
     """The stop string is part of the text. The EOS token is among the ids, and not in the text."""
-    free = generate(engine, policy, prompts, temperature=0)
+    free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
     stop = s.text[4:6]  # from the middle of the greedy response, across two tokens
     cut = s.text.index(stop) + len(stop)
-    cfg, ends = engine.cfg, getattr(engine, "may_stop", None)
-    try:
-        engine.cfg = dataclasses.replace(cfg, stop=(stop,))
-        if ends is not None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
+        if is_torch:
             may_stop = torch_engine._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
-            engine.may_stop = torch.tensor(may_stop)
+            patch.setattr(engine, "may_stop", torch.tensor(may_stop))
         short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
-        assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
-        engine.cfg, eos = cfg, engine.eos
-        token = int(s.ids[6])
-        engine.eos = {token}
-        if ends is not None:
-            engine.may_stop, engine.eos_tensor = ends, torch.tensor([token])
-        short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
-        first = s.ids.tolist().index(token)
-        assert short.stopped and short.ids.tolist() == s.ids.tolist()[:first + 1]
-        assert short.text == engine.tokenizer.decode(s.ids.tolist()[:first])
-    finally:
-        engine.cfg, engine.eos = cfg, eos
-        if ends is not None:
-            engine.may_stop, engine.eos_tensor = ends, torch.tensor(sorted(eos))
+    assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
+    token = int(s.ids[6])
+    monkeypatch.setattr(engine, "eos", {token})
+    if is_torch:
+        monkeypatch.setattr(engine, "eos_tensor", torch.tensor([token]))
+    short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
+    first = s.ids.tolist().index(token)
+    assert short.stopped and short.ids.tolist() == s.ids.tolist()[:first + 1]
+    assert short.text == engine.tokenizer.decode(s.ids.tolist()[:first])
 
 
 def test_the_torch_engine_samples_from_the_softmax():
@@ -258,25 +252,16 @@ def test_the_torch_engine_samples_from_the_softmax():
     assert np.array_equal(torch_engine.uniforms((7,), 10), torch_engine.uniforms((7,), 20)[:10])
 
 
-def tiny_run(tiny, tmp_path, **changes):
-    """Returns a config: two steps of GRPO on ten sums."""
-    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 20)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return dataclasses.replace(
-        PRESETS["tiny-grpo"], model=tiny, data=(str(tmp_path / "d.jsonl"),), eval_data=(), steps=2,
-        max_response_len=24, prompts_per_step=4, samples_per_prompt=4, device="cpu", dtype="float32",
-        advantage="group_mean", entropy_coef=1.0, policy_lr=1e-3, go=True, **changes)
+def grpo_run(base, out, **changes):
+    """Returns a config: two steps of GRPO in the folder `out`."""
+    return dataclasses.replace(base, algo="grpo", critic_updates=1, steps=2, eval_data=(), out=str(out),
+                               **changes)
 
 
-def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, tiny, tmp_path, monkeypatch):
+def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
     """Train with this engine. vLLM with the exported weights then samples the same tokens as transformers."""
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    from log import read_metrics
-
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
-    train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "run")))
+    train.main(grpo_run(base, tmp_path / "run"))
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
 
     exported = tmp_path / "run" / "export" / "policy"
@@ -297,26 +282,12 @@ def vllm(engines):
     return engines[0]["vllm"]
 
 
-def other_weights(tiny):
-    """Returns the policy with other weights."""
-    other = model.load_policy(tiny)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.3)
-    return other
-
-
 def selfcheck(engine, policy, tokenizer):
     """Returns guard.selfcheck's error or "", and the largest gap in nats. Calls it as train.py does."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
     return ranks.checked(engine, policy, prompts)
-
-
-def test_the_selfcheck_passes_without_a_fault(engine, policy, engines):
-    error, gap = selfcheck(engine, policy, engines[2])
-    assert error == "" and 0 < gap < 1e-4
 
 
 def test_awake_calls_vllm_in_one_order(vllm, policy, prompts, monkeypatch):
@@ -367,7 +338,11 @@ def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompt
 
 
 def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatch):
-    generate(vllm, other_weights(tiny), prompts)  # the head of these weights stays in use
+    other = model.load_policy(tiny)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.3)
+    generate(vllm, other, prompts)  # the head of these weights stays in use
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
     assert "after the first sync" in error and "greedy" in error and "tied head" in error and gap > 0.1
@@ -401,11 +376,14 @@ def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, m
     assert "halved weights changed nothing" in selfcheck(vllm, policy, engines[2])[0]
 
 
-def test_another_temperature_is_caught(engine, policy, engines, monkeypatch):
+def test_another_temperature_is_caught_and_the_right_one_passes(engine, policy, engines, monkeypatch):
     real = engine.generate
     monkeypatch.setattr(engine, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
     error, _ = selfcheck(engine, policy, engines[2])
     assert "after the first sync" in error and "sampled" in error and "a temperature other than 1" in error
+    monkeypatch.undo()
+    error, gap = selfcheck(engine, policy, engines[2])
+    assert error == "" and 0 < gap < 1e-4
 
 
 def test_abandoned_requests_are_aborted(engine, policy, prompts):
@@ -469,13 +447,11 @@ def test_memory_that_stays_is_reported_once_a_gib(engine, policy):
     assert engine.ledger.bytes == sum(p.numel() * 4 for p in policy.parameters())
 
 
-def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, capsys):
+def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, capsys):
     """Metrics are equal with and without the self-check. --verbose prints the memory ledger."""
-    from log import read_metrics
-
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
     for check in (True, False):
-        train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / str(check)), selfcheck=check, verbose=check))
+        train.main(grpo_run(base, tmp_path / str(check), selfcheck=check, verbose=check))
         output = capsys.readouterr().out
         assert check == ("self-check: engine and trainer agree to" in output) == ("memory (GiB)" in output)
     checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
@@ -486,14 +462,10 @@ def test_the_selfcheck_does_not_change_a_run(vllm, tiny, tmp_path, monkeypatch, 
         assert 0 < row["time/sync"] + row["time/wake"] + row["time/sleep"] < row["time/step"]
 
 
-def test_a_run_with_an_engine_at_another_temperature_is_refused(engine, tiny, tmp_path, monkeypatch):
-    """The self-check refuses vLLM. Without self-checks, the first step's gap refuses both engines."""
-
-    real = engine.generate
-    monkeypatch.setattr(train, "make_engine", lambda *_: engine)
-    monkeypatch.setattr(engine, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
-    if engine.needs_selfcheck:
-        with pytest.raises(UserError, match="self-check: on rank 0, .*a temperature other.*--no-selfcheck"):
-            train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "a")))
-    with pytest.raises(UserError, match="differ by .* on average .--max_logp_gap"):
-        train.main(tiny_run(tiny, tmp_path, out=str(tmp_path / "b"), selfcheck=False, max_logp_gap=0.05))
+def test_a_run_with_an_engine_at_another_temperature_is_refused(vllm, base, tmp_path, monkeypatch):
+    """The self-check refuses vLLM before the first step."""
+    real = vllm.generate
+    monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
+    monkeypatch.setattr(vllm, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
+    with pytest.raises(UserError, match="self-check: on rank 0, .*a temperature other.*--no-selfcheck"):
+        train.main(grpo_run(base, tmp_path / "a"))
