@@ -6,6 +6,7 @@ import os
 import string
 import sys
 import threading
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,22 +23,18 @@ from tqdm import tqdm
 torch.set_num_threads(1)
 
 
-def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True, family: str = "qwen2") -> str:
-    """Save a random decoder of about 90k parameters with the demo's byte tokenizer. Returns the folder."""
+def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
+    """Save a random Qwen2 of about 90k parameters with the demo's byte tokenizer. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tools.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
-    # A head size of 32 is the smallest that vLLM's CPU attention takes.
-    of_family = {} if family == "qwen2" else dict(head_dim=32)
-    if family == "mistral":
-        of_family["sliding_window"] = None
     config = AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+        "qwen2", vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=128, num_hidden_layers=layers, max_position_embeddings=512,
         tie_word_embeddings=tied, initializer_range=0.1, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **of_family)
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, p in model.named_parameters():
@@ -65,6 +62,14 @@ def responses(engine, prompts, n, temperature, max_tokens, key, version):
     in which they end."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
+
+
+def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
+    """Returns whether `true()` became true within `seconds`. Asks every `pause` seconds."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(pause)
+    return bool(true())
 
 
 # --- ranks

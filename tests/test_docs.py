@@ -19,13 +19,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_until
+from test_log import METRICS
+from torch.distributed.run import get_args_parser
 
 import configs
+import train
+from bench.algorithms import RECIPES
+from configs import PRESETS
+from grading.rows import problem_of
 from tools import tiny
+from tools.plan import PlanConfig
+from tools.report import write_report
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in FILES}
@@ -165,10 +172,6 @@ def test_commands_that_can_run_here_do(placeholders):
 
 
 def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
-    from torch.distributed.run import get_args_parser
-
-    from configs import parse
-
     seen = 0
     for command in commands():
         at = command.find("torchrun ")
@@ -178,7 +181,7 @@ def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
         said = get_args_parser().parse_args(words)
         assert said.training_script == "train.py"
         if said.training_script_args:
-            parse(said.training_script_args)
+            configs.parse(said.training_script_args)
             seen += 1
     assert seen >= 3
 
@@ -228,9 +231,7 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
         "LAST": "1" if last else "", "ENDS": "" if signalled else "1"}
     job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env)
     if signalled:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert wait_until((tmp_path / "pid").exists)
         job.send_signal(signal.SIGUSR1)
     status = job.wait(30)
     called = (tmp_path / "arguments").read_text()
@@ -244,8 +245,6 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 def test_rows_of_data_are_read():
     """grading/rows.py reads every data row in the docs. README's formats all mean the same problem."""
-    from grading.rows import problem_of
-
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
     assert all(problem_of(json.loads(r), "docs") for r in spans)
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
@@ -258,10 +257,6 @@ def test_rows_of_data_are_read():
 
 
 def test_every_flag_exists():
-    from torch.distributed.run import get_args_parser
-
-    from tools.plan import PlanConfig
-
     fields = dataclasses.fields(PlanConfig)
     ours = {f.name for f in fields}
     switches = {f"no-{f.name}" for f in fields if f.type == "bool"}
@@ -277,10 +272,6 @@ def test_every_flag_exists():
 
 def test_every_file_exists(two_ranks):
     """Every file named in the docs is in the repository or in a run's folder."""
-    from test_log import METRICS
-
-    from tools.report import write_report
-
     write_report(two_ranks[0])
     dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
     seen = 0
@@ -361,8 +352,6 @@ def test_readme_is_short_and_starts_with_the_result():
 
 
 def test_the_loop_calls_what_train_calls_in_its_order():
-    import train
-
     (loop,) = re.findall(r"^```python\n(for step.*?)^```", README, re.M | re.S)
     source = inspect.getsource(train.train)
     assert source.count("learn(run, step, minibatches, meter)") == 1
@@ -417,8 +406,6 @@ def test_the_hours_are_the_plans():
 
 def test_the_presets_are_what_their_table_says():
     """A preset's row has its paper, its departures, and exactly the fields that differ."""
-    from configs import PRESETS
-
     (table,) = tables(DOCS["docs/algorithms.md"], "preset")
     assert sorted(row[0].strip("`") for row in table[1:]) == sorted(PRESETS)
     compared = 0
@@ -433,8 +420,6 @@ def test_the_presets_are_what_their_table_says():
 
 
 def test_the_recipes_are_what_their_table_says():
-    from bench.algorithms import RECIPES
-
     (table,) = tables(DOCS["docs/algorithms.md"], "recipe")
     default = {"clip_low": 0.2, "clip_high": 0.2}
     assert {name: default | settings(fields) for name, _, fields in table[1:]} == RECIPES

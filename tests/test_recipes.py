@@ -285,10 +285,13 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The error names the edited file. With the old text restored the run resumes."""
+    """The error names the edited file. With the old text restored the run resumes. An environment's file
+    counts as a reward file."""
     file, text = tmp_path / "mine.py", "def score(response, answer, kind):\n    return 1.0\n"
     cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
                               out=str(tmp_path / "run"))
+    env = base.reward[0].replace(":digits", ":respond")
+    assert rollout.reward_files(dataclasses.replace(cfg, env=env)).keys() == {str(file), env.split(":")[0]}
     messages = []
     for steps, edit in ((1, ""), (2, "# edited"), (2, "")):
         file.write_text(text + edit)
@@ -537,8 +540,8 @@ def test_the_command_line_has_models_then_data_then_flags():
     assert split("m O/D:main/a.parquet b.json --seed=2")[:2] == ("m", "O/D:main/a.parquet b.json")
     assert split("m O/D")[:2] == ("m", "O/D") and split("a.json b.json")[:2] == ("a.json", "b.json")
     flags = "--eval_temperature 0 --reward math d@r.py:f --max_response_len 20000 --pack_len 30000"
-    cfg = split(f"m a.json {flags}")[2]
-    assert cfg.eval_temperature == (0.0,) and cfg.reward == ("math", "d@r.py:f")
+    cfg = split(f"m a.json {flags} --env e.py:f")[2]
+    assert cfg.eval_temperature == (0.0,) and cfg.reward == ("math", "d@r.py:f") and cfg.env == "e.py:f"
     assert cfg.model_len == cfg.max_prompt_len + 20000  # and not the preset's 8192
     assert stops("") == PRESETS["orz-7b"].stop == stops("--template orz")
     assert stops("--template chat") == () == stops("--template=chat")

@@ -22,13 +22,12 @@ import model
 import rollout
 import train
 from bench import tasks
-from configs import PRESETS, UserError
+from configs import PRESETS
 from data import Problem, Sample
 from engines.torch_engine import TorchEngine
 from grading.worker import Grade, Grader, Reply
 from log import Meter, measure_samples
 from tools import report
-from tools.evaluate import EVAL_FLAGS
 
 ENV = '''
 import os
@@ -373,26 +372,6 @@ def test_evaluation_uses_the_environment(tiny, env):
 
 
 # --- settings
-
-
-def test_mistakes_are_one_line(tmp_path, env):
-    for spec, message in [
-            ("env.py", "--env 'env.py' is malformed; needed: path/to/file.py:function"),
-            (f"{tmp_path}/none.py:f", "can't be read"),
-            (f"{env}:twise", "has no function 'twise' (did you mean twice?)")]:
-        with pytest.raises(UserError, match=re.escape(message)):
-            Grader(env=spec)
-
-
-def test_an_edited_environment_is_noticed(tmp_path):
-    """The environment's file is a reward file, which resume compares. Evaluation reads the flag too."""
-    file = tmp_path / "env.py"
-    file.write_text(ENV)
-    cfg = dataclasses.replace(PRESETS["tiny-ppo"], env=f"{file}:twice")
-    before = rollout.reward_files(cfg)
-    file.write_text(ENV + "\n")
-    assert before.keys() == {str(file)} and rollout.reward_files(cfg) != before
-    assert {"env", "max_turns"} <= set(EVAL_FLAGS)
 
 
 # --- the calculator of docs/forking.md
