@@ -1,15 +1,18 @@
-"""Policy, critic and reference: Hugging Face decoders on packs, with chunked fp32 log-probs.
+"""Policy, critic and reference: Hugging Face decoders that run on packs (data.Pack).
 
-A Policy or Critic holds the backbone as `.model` and its head beside it. Parameters have the names of Hugging
-Face's own classes, so state dicts, exports and vLLM's loader need no renaming. transformers calls one
-registered function for attention, `packed_attention`. It serves packed training (a varlen kernel on CUDA,
-padded rows on a CPU and in fp32) and the torch engine's cached decoding.
+A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the names of Hugging
+Face's own classes, so state dicts, exports and vLLM's loader need no renaming. For attention, transformers
+calls the function `packed_attention` of this file. It computes three cases:
+
+    training on CUDA in bf16             varlen kernel
+    training on a CPU, or in fp32        padded rows
+    decoding in the PyTorch engine       with a cache of keys and values
 
     policy = load_policy("path/to/Qwen2.5-7B")
     logp, entropy = logprobs(policy, pack, temperature=1.0)      # (T,) each, fp32
 
-The temperature divides the logits, as in the engine. Log-probs are fp32 and come from fp32 logits: in bf16
-they are off by 0.012 nats, which is too much for a clipped ratio.
+The temperature divides the logits, as in the engine. Logits and log-probs are fp32. From bf16 logits,
+log-probs would be wrong by 0.012 nats, which is too much for a clipped ratio.
 
 Shapes: T tokens of a pack, U tokens that are computed, S slots of attention, N segments, V vocabulary,
 D hidden size, H heads, Hkv heads of keys and values, d head size.
@@ -42,18 +45,20 @@ ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and return
 
 # --- families
 
-# Model types that are computed right: tests/test_families.py compares each with transformers' own classes.
-# docs/models.md says what sets each type apart, and why others are refused.
+# The supported model types. tests/test_families.py compares each with transformers' own classes.
+# docs/models.md says how they differ, and why others are refused.
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
-# Settings that must be off.
+# Settings that must be off in every family, because this file does not compute them.
 UNUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
           "quantization_config")
-# Settings that vLLM ignores, found by bench/families.py. The makers' own models do not use them.
+# Settings that must be off because vLLM ignores them (found by bench/families.py). The published models of
+# these families do not use them.
 LEFT_OUT = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
             "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# Types of rotary embeddings. The frequencies of other types depend on the longest sequence of the batch.
+# The supported types of rotary embeddings. Other types have frequencies that depend on the longest sequence
+# of the batch.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -64,7 +69,7 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     wrong = [name for name in (*UNUSED, *LEFT_OUT.get(family, ())) if getattr(config, name, None)]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
     wrong += {*(getattr(config, "layer_types", None) or ())} - LAYERS
-    if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores it
+    if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
         wrong += ["an untied head"]
     if has_window(config) and torch.cuda.is_available() and "window_size" not in _varlen_options():
         wrong += [f"sliding windows, which varlen_attn of torch {torch.__version__} lacks"]
@@ -73,14 +78,15 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of the config's rotary embeddings: one dict, or one for each type of layers."""
+    """Returns the parameters of the config's rotary embeddings: one dict, or one dict for each type of
+    layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
 
 
 def has_window(config: PreTrainedConfig) -> bool:
-    """Whether some layers attend to the last config.sliding_window tokens only."""
+    """Returns whether some layers attend only to the last config.sliding_window tokens."""
     types = getattr(config, "layer_types", None)
     return bool(getattr(config, "sliding_window", None)) and (not types or "sliding_attention" in types)
 
@@ -89,11 +95,12 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns the rows `index` (S,) of x (U, …). A row may be copied several times. The gradient of a row is
-    the sum of the gradients of its copies. They are added in fp32 and in the order of `index`. On CUDA, the
-    backward pass of index_select would add them in the dtype of x and in any order.
+    """Returns the rows `index` (S,) of x (U, …). A row may be copied several times.
 
-    order and offsets: see RowIndex.groups."""
+    The gradient of a row is the sum of its copies' gradients. This function adds them in fp32, in the order
+    of `index`. On CUDA, torch's index_select would add them in x's dtype and in a random order.
+
+    `order` and `offsets`: see RowIndex.groups."""
 
     @staticmethod
     def forward(ctx, x, index, order, offsets):
@@ -109,22 +116,23 @@ class TakeRows(torch.autograd.Function):
 
 
 class RowIndex:
-    """Takes the rows `index` (S,) of tensors that have `count` rows. A row may be taken several times."""
+    """Takes the rows `index` (S,) from tensors with `count` rows. A row may be taken several times."""
 
     def __init__(self, index: Tensor, count: int) -> None:
         self.index, self.count = index, count
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
-        """Returns order (S,) and offsets (count + 1,). order[offsets[u]:offsets[u + 1]] are the positions of
-        row u in `index`."""
+        """Returns order (S,) and offsets (count + 1,). order[offsets[u]:offsets[u + 1]] has the positions in
+        `index` at which row u is taken."""
         order = self.index.argsort(stable=True)
         rows = torch.arange(self.count + 1, device=order.device)
         return order, torch.searchsorted(self.index[order], rows)
 
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows `index` of x (count, …) as (S, …)."""
-        if x.device.type == "cpu" and x.dtype != torch.bfloat16:  # there index_select is exact, and faster
+        # On a CPU, index_select adds the gradients in a fixed order too, and it is faster.
+        if x.device.type == "cpu" and x.dtype != torch.bfloat16:
             return x.index_select(0, self.index)
         return TakeRows.apply(x, self.index, *self.groups)
 
@@ -133,13 +141,14 @@ class RowIndex:
 
 
 class Segments:
-    """The layout of a pack's segments for attention. Made once per forward pass.
+    """The layout of a pack's segments for attention. It is made once per forward pass.
 
-    A prefix that several segments share is computed once, but attention needs the prefix in front of each of
-    these segments. So attention copies the U computed tokens to S slots. It has an output in every slot; a
-    computed token's output is read from one of the token's slots.
+    If several segments begin with the same tokens, these tokens are computed once. But attention needs them
+    in front of each of these segments. So attention copies the U computed tokens to S slots, some of them to
+    several slots. Attention has an output in every slot. The output of a computed token is read from one of
+    its slots.
 
-    With the flash kernel (CUDA, bf16) the slots are the pack's T tokens, one segment after the other. On a
+    With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens, one segment after the other. On a
     CPU, and in fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
@@ -154,31 +163,34 @@ class Segments:
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
-        """cu_seqlens (N+1,), longest, unique (U,) and inverse (T,) as in Pack; without `unique` U = T."""
+        """The arguments are fields of Pack: cu_seqlens (N+1,), longest, unique (U,) and inverse (T,). Without
+        `unique`, every token of the pack is computed, so U = T."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
-        self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block
-        # slots: the computed token in each slot. outputs (U,): the slot from which the output of each
-        # computed token is read. None: slot t has computed token t.
+        self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
+        # slots: for each slot, the index of its computed token.
+        # outputs (U,): for each computed token, the slot from which its output is read.
+        # Both are None if slot t has computed token t.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Change the slots to blocks of rows. The sizes of the blocks depend on the segments' lengths, so the
-        blocks are made on the host."""
+        """Change the slots from the pack's tokens to blocks of rows. This runs on the host, because the
+        blocks' sizes depend on the segments' lengths."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Segments between two powers of 2 share a block, so padding at most doubles a row.
+        # Segments share a block if their lengths round up to the same power of 2, which is at least 16. So a
+        # row is at most twice as long as its segment, or has at most 16 slots.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block, the pack's token in each slot; -1 is padding
+        tokens = []  # for each block, the index of the pack's token in each slot; -1 is padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
             tokens.append((start + column).where(column < length, -1))
             self.blocks.append(tuple(tokens[-1].shape))
         token = torch.cat([block.flatten() for block in tokens])
-        slot = torch.empty(int(ends[-1]), dtype=torch.int64)  # of each of the pack's tokens
+        slot = torch.empty(int(ends[-1]), dtype=torch.int64)  # for each token of the pack, its slot
         slot[token[token >= 0]] = (token >= 0).nonzero()[:, 0]
         device = self.cu_seqlens.device
         token, slot = token.clamp(min=0).to(device), slot.to(device)
@@ -189,18 +201,20 @@ class Segments:
             self.outputs = slot[self.outputs]
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Copy computed tokens (U, heads, d) to their slots, (S, heads, d)."""
+        """Returns the computed tokens x (U, heads, d), copied to their slots: (S, heads, d)."""
         return x if self.slots is None else self.slots.take(x)
 
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Causal attention within segments: query (1, H, U, d), key and value (1, Hkv, U, d) -> (1, U, H, d).
+    """Returns (1, U, H, d): causal attention within segments. query: (1, H, U, d); key, value: (1, Hkv, U,
+    d). transformers calls this function in every layer.
 
-    With `sliding_window`, a token attends to this number of tokens, itself included. If there is a `cache`
-    (engines.torch_engine.Cache), keys and values are stored there. Without `segments`, this is a decoding
-    step: query (R, H, 1, d) attends to the R rows of the cache, one new token a row."""
+    sliding_window: number of tokens that a token attends to, itself included. None: no limit.
+    cache: an engines.torch_engine.Cache, which stores the keys and values. None: nothing is stored.
+    segments: None in a decoding step. Then each of the cache's R rows has one new token: query is (R, H, 1,
+        d), and the result is (R, 1, H, d)."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -210,7 +224,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # squeeze, not x[0]: indexing would copy the gradient once more.
+    # squeeze(0) and not x[0], because the backward pass of x[0] copies the gradient once more.
     qkv = [segments.lay_out(x.squeeze(0).transpose(0, 1)) for x in (query, key, value)]
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
@@ -218,19 +232,19 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 
 def _varlen_options():
-    """Returns the parameters of varlen_attn. They differ between torch 2.11 and 2.13."""
+    """Returns the parameters of torch's varlen_attn. They differ between torch 2.11 and 2.13."""
     from torch.nn.attention.varlen import varlen_attn
 
     return inspect.signature(varlen_attn).parameters
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    """Returns (T, H, d), computed by torch's flash kernel. Some versions of the kernel have no sliding
-    window; check_settings then refuses a model with a window."""
+    """Returns the attention (T, H, d), computed by torch's varlen kernel. In some versions of torch this
+    kernel has no sliding window. Then check_settings refuses models with a window."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
-    if "window_size" in known:  # numbers of tokens before and after itself that a token attends to; -1: all
+    if "window_size" in known:  # a token attends to (n before it, n after it); -1: no limit
         options["window_size"] = (window - 1 if window else -1, 0)
     else:
         options["is_causal"] = True
@@ -241,12 +255,15 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """Returns (S, H, d), computed by scaled_dot_product_attention with one call for each block."""
+    """Returns the attention (S, H, d), computed by one call of scaled_dot_product_attention for each
+    block."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        if q.is_cuda:  # in fp32, torch's kernel for grouped heads stores all scores
+        # On a GPU this function computes only fp32. If there are fewer key heads than query heads, torch's
+        # fp32 kernel would store all attention scores. So repeat keys and values for every query head.
+        if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
         if window and window < columns:  # mask[i, j]: token i attends to token j
@@ -264,10 +281,11 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log p and entropy of a linear head's softmax, in fp32, with at most CHUNK_BYTES of logits at once.
+    """Computes log-probs and entropies from a linear head, in fp32 and in chunks of tokens. The logits of a
+    chunk have at most CHUNK_BYTES.
 
-    Forward keeps its inputs and the last chunk's log-softmax. Backward computes the logits of the other
-    chunks again, which costs one more product with the head.
+    `forward` keeps its inputs and the log-softmax of the last chunk. `backward` computes the logits of the
+    other chunks again, which costs one more product with the head's weight.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,).
     """
@@ -277,13 +295,13 @@ class ChunkedLogProbs(torch.autograd.Function):
         logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
         log_softmax = None
         for c in chunks(len(targets), len(weight)):
-            del log_softmax  # frees the memory before the next chunk needs it
+            del log_softmax  # frees its memory before the next chunk is computed
             log_softmax = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
             logp[c] = log_softmax.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.last = temperature, log_softmax
-        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is None
+        ctx.set_materialize_grads(False)  # so that g_entropy is None, not zeros, without --entropy_coef
         return logp, entropy
 
     @staticmethod
@@ -295,7 +313,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             log_softmax, ctx.last = ctx.last, None
             if log_softmax is None:
                 log_softmax = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
-            # z: logits, p: softmax, y: target, H: entropy.
+            # z: logits / temperature, p: softmax(z), y: target, H: entropy.
             # d log p_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
             g = log_softmax.exp()
             if g_entropy is None:
@@ -312,23 +330,26 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Slices of `tokens`. The fp32 logits of a slice have at most CHUNK_BYTES."""
+    """Returns slices that divide `tokens` tokens into chunks. The fp32 logits of a chunk have at most
+    CHUNK_BYTES."""
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (c, D) @ weight (V, D).T -> (c, V), accumulated and returned in fp32 for inputs of any dtype."""
+    """Returns the logits (c, V) of hidden (c, D) and weight (V, D). They are summed and returned in fp32, for
+    inputs of any dtype."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
 
 
 class LMHead(nn.Linear):
-    """A language model's head. Its forward computes log-probs, because FSDP gathers the weight only there.
+    """The output layer of a language model. Its `forward` returns log-probs and entropies, because FSDP
+    gathers the weight only for a forward pass.
 
-    Cohere and Granite multiply their logits by a constant, `scale`. For log-probs it divides the
-    temperature."""
+    Cohere and Granite multiply their logits by a constant, `scale`. Instead, `forward` divides the
+    temperature by `scale`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -338,7 +359,7 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (n, V) in fp32 of hidden states (n, D), for an engine."""
+        """Returns the fp32 logits (n, V) of hidden states (n, D). Used by the PyTorch engine."""
         logits = logits_fp32(hidden, self.weight)
         return logits if self.scale == 1 else logits.mul_(self.scale)
 
@@ -348,10 +369,11 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """A subclass of transformers' backbone for a config, with __init__ and __call__ of its own.
+    """Returns a subclass of transformers' backbone class. The subclass keeps the original `__init__` and
+    `__call__`.
 
-    vLLM replaces these two in transformers' class when it runs a family through transformers. The subclass
-    keeps the originals, because Engine makes a Policy before vLLM starts."""
+    If vLLM runs a family by transformers' code, it replaces these two methods in transformers' class. It
+    can't change the subclass, which is made earlier: Engine makes a Policy before vLLM starts."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -367,48 +389,52 @@ class PackModel(nn.Module):
         self.model = backbone._from_config(self.config, attn_implementation="torz", dtype=torch.float32)
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-                module.forward = partial(rms_norm, module)  # one kernel instead of six
+                module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """Make tied parameters one tensor. To be called again after parameters were replaced."""
+        """Make tied parameters the same tensor (in Policy; other models have none). Must be called again
+        after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
-        """Set what the layers keep for the backward pass. The first `whole` layers keep their input alone;
-        the other layers also keep the results of products and of attention. The backward pass computes the
-        rest again. None: all layers keep everything."""
+        """Set what each layer stores for the backward pass, which then computes the rest again.
+
+            the first `whole` layers    store their input
+            the other layers            store their input and the results of matrix products and attention
+            all layers if `whole` is None   store everything
+        """
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # FSDP's hooks are around `forward`, so recomputation gathers no weights of its own. Nothing in a
-            # layer is random.
+            # FSDP's hooks run outside of `forward`, so recomputing `forward` does not gather the weights
+            # again. Nothing in a layer is random, so no random state is preserved.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: packed_attention's
-        arguments."""
+        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: further
+        arguments of packed_attention."""
         out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Last hidden states (n, D), from which heads predict the pack's tokens at indices `at` (n,): the
-        states of the tokens before them."""
+        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens at indices `at`
+        (n,). From these states the heads predict the tokens at `at`."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return RowIndex(pack.inverse[at - 1], len(hidden)).take(hidden)
 
     def allocate(self, device: Device) -> None:
-        """Allocate a model that is on the meta device. Parameters are tied and buffers computed; the caller
-        fills the parameters."""
+        """Allocate the memory of a model that is on the meta device. Tie its parameters and compute its
+        buffers. The caller must then fill the parameters."""
         self.to_empty(device=device)
         self.tie()
         self.rebuild_buffers()
 
     def rebuild_buffers(self) -> None:
-        """Compute all buffers, such as rotary frequencies, in fp32: no file has them, and to_empty leaves
-        garbage in them. A buffer that transformers doesn't compute is NaN."""
+        """Compute all buffers, such as rotary frequencies, in fp32. After to_empty their memory is not
+        initialised, and no file has them. A buffer that transformers doesn't compute becomes NaN."""
         for p in self.parameters():
-            p._is_hf_initialized = True  # so that _init_weights leaves it alone
+            p._is_hf_initialized = True  # so that _init_weights does not change the parameter
         for module in self.model.modules():
             buffers = dict(module.named_buffers(recurse=False))
             for name, buffer in buffers.items():
@@ -418,9 +444,9 @@ class PackModel(nn.Module):
 
 
 def keep_products() -> tuple[Any, Any]:
-    """Returns the contexts with which `checkpoint` keeps the results of matrix products and of attention.
-    These results take nearly all of a layer's FLOP and half of a layer's memory."""
-    import torch.nn.attention.varlen  # noqa: F401  registers its operator
+    """Returns the context managers with which `checkpoint` keeps the results of matrix products and of
+    attention. These results take nearly all of a layer's FLOP and half of a layer's memory."""
+    import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
     return create_selective_checkpoint_contexts([
@@ -430,7 +456,8 @@ def keep_products() -> tuple[Any, Any]:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """RMS norm of x (…, D) with weight and epsilon of a Hugging Face module that computes Llama's formula."""
+    """Returns the RMS norm of x (…, D), with the weight and epsilon of `norm`. `norm` is a Hugging Face
+    module with Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
@@ -444,7 +471,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class Policy(PackModel):
-    """A causal language model: `model.*` and `lm_head.weight`."""
+    """A causal language model. Its parameters are `model.*` and `lm_head.weight`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -456,7 +483,7 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `logprobs`. The head computes only the tokens in pack.mask."""
+        """See `logprobs`. The head computes only the tokens at which pack.mask is true."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -464,8 +491,8 @@ class Policy(PackModel):
 
 
 class Critic(PackModel):
-    """A value model: `model.*` and a scalar head `score.weight`, as in Hugging Face's sequence
-    classifiers."""
+    """A value model. Its parameters are `model.*` and `score.weight`, a scalar head, as in Hugging Face's
+    sequence classifiers."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -479,29 +506,31 @@ class Critic(PackModel):
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns log p(tokens[t]) and the entropy of the distribution of tokens[t], (T,) each, in fp32 and in
-    nats. Both are 0 where pack.mask is false."""
+    """Returns two fp32 tensors (T,) in nats: 1. the log-prob of each token, 2. the entropy of the
+    distribution that predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
 def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """Returns the critic's value before token t, (T,) fp32. It is 0 where pack.mask is false."""
+    """Returns (T,) fp32: for each token, the critic's value of the text before this token. It is 0 where
+    pack.mask is false."""
     return critic(pack)
 
 
 # --- loading
 
 
+# Files of a model to download. The ignored files have the same weights in other formats.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-                   ignore_patterns=["*/*", "consolidated*"])  # the same weights in other formats
+                   ignore_patterns=["*/*", "consolidated*"])
 
 
 def resolve(name: str) -> str:
-    """The folder of a model. `name`: the folder itself, or an id of the Hugging Face Hub such as
-    Qwen/Qwen2.5-0.5B. A model in huggingface_hub's cache is taken as it is.
+    """Returns the path of a model's folder. `name`: this path, or an id of the Hugging Face Hub such as
+    Qwen/Qwen2.5-0.5B. The Hub's model is downloaded unless it is in huggingface_hub's cache.
 
-    All ranks must call this together. Raises UserError, the same on every rank, where the model is neither in
-    the cache nor can be downloaded."""
+    All ranks must call this function together. Raises UserError, the same on every rank, if the model is not
+    in the cache and can't be downloaded."""
     if not HUB_ID.fullmatch(name):
         return name
     here = Path(name).exists()
@@ -510,10 +539,11 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Bring a model of the Hub to this machine's cache, on the machine's first rank. Raises UserError."""
+    """Download a model of the Hub to this machine's cache, unless it is there. Only the machine's first rank
+    does this. Raises UserError if the model can't be downloaded."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    with contextlib.suppress(OSError):  # not in the cache, or only a part of it
+    with contextlib.suppress(OSError):  # raised if the cache does not have all files
         snapshot_download(name, local_files_only=True, **MODEL_FILES)
         return
     try:
@@ -541,8 +571,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder, within milliseconds. The hash covers the names and sizes of the
-    files, and in each file 64 blocks of 4 KiB at equal distances. A small file is read whole."""
+    """Returns a hash of a model folder. The hash covers the names and sizes of the files, and 64 blocks of
+    4 KiB at equal distances in each file. So it takes only milliseconds. A small file is read whole."""
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -556,16 +586,16 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The folder's tokenizer. Raises UserError where there is none, and as load_config does."""
-    # Without these files transformers would make up a tokenizer from the model's config.
+    """Returns the folder's tokenizer. Raises UserError if the folder has none, and as load_config does."""
+    # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
-    load_config(path)  # AutoTokenizer reads the config too, and some families' configs raise there
+    load_config(path)  # raises UserError first: AutoTokenizer raises other errors for some families' configs
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Hash of a tokenizer's tokens and their ids."""
+    """Returns a hash of a tokenizer's tokens and their ids."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:8]
 
 
@@ -573,19 +603,19 @@ def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
     """Returns the folder's causal language model in fp32. Raises UserError as load_config does.
 
-    `shard_fn` (dist.shard) is applied while parameters are on the meta device, so each rank allocates and
-    reads only its own shards."""
+    `shard_fn` (dist.shard) shards the model while it has no memory (on the meta device). So each rank
+    allocates and reads only its own shards."""
     return _load(Policy, path, device, shard_fn)
 
 
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
-    """Returns a critic with the folder's backbone. If the folder has a critic's head, it is loaded too.
-    Raises UserError as load_config does.
+    """Returns a critic with the folder's backbone. If the folder has a critic's head, this head is loaded
+    too. Raises UserError as load_config does.
 
-    A new head is drawn by `seed` from a normal distribution with standard deviation 1/(D+1), as in
-    Open-Reasoner-Zero's code. States after the final norm have length √D, so the first values have a standard
-    deviation of about 1/√D."""
+    Otherwise `seed` draws a new head from a normal distribution with standard deviation 1/(D+1), as in
+    Open-Reasoner-Zero's code. Hidden states after the final norm have length √D, so the first values have a
+    standard deviation of about 1/√D."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in files_keys(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -593,8 +623,8 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors that a folder may have and the model may not use: the head of a Policy or of a Critic, a tied head,
-# and buffers in old files.
+# Tensors that a folder may have although the model does not use them. A Critic does not use lm_head.weight,
+# nor does a Policy with a tied head. A Policy does not use score.weight. Old files have rotary buffers.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
@@ -605,9 +635,9 @@ def _load(kind, path, device, shard_fn):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # named_parameters lists a tied head once, as the embedding. The state dict lists it twice.
+    # Not state_dict(), which lists a tied head twice. named_parameters lists it once, as the embedding.
     in_files, state = files_keys(path), dict(model.named_parameters())
-    if "score.weight" not in in_files:  # a new critic
+    if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)
     missing = sorted(set(state) - in_files)
     require(not missing, f"{path} lacks {len(missing)} tensors, for example {missing[:1]}",
@@ -625,8 +655,8 @@ def files_keys(path: str) -> set[str]:
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
-    """Yields (name, whole tensor) of the folder's parameters. For Engine.awake, if nothing is trained. Raises
-    UserError as load_config does."""
+    """Yields (name, whole tensor) of the parameters in the folder's files. Without a trained model, these are
+    the weights for Engine.awake. Raises UserError as load_config does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for name, read in _tensors(path):
@@ -638,5 +668,5 @@ def _tensors(path):
     """Yields (name, function that reads the tensor) for each tensor in the folder's safetensors files."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
-            for name in f.keys():  # noqa: SIM118  safe_open is no dict
+            for name in f.keys():  # noqa: SIM118  f is not a dict: `for name in f` does not work
                 yield name, partial(f.get_tensor, name)
