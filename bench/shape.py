@@ -3,8 +3,8 @@
     python -m bench.shape OUT [--size 0.5b]
 
 The folder also has problems to train on (train.jsonl, sums). The tokenizer is the demo's: its tokens are
-bytes and a few tags. The vocabulary is as large as the real model's. So most tokens that the model samples have no
-text.
+bytes and a few tags. The vocabulary is as large as the real model's. So most tokens that the model samples
+have no text.
 """
 
 from __future__ import annotations
