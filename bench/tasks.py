@@ -1,19 +1,20 @@
-"""Pretrains base models for other tasks than the demo's, and for chat recipes.
+"""Pretrains tiny base models for more tasks than the demo's sums, and for chat recipes.
 
     python -m bench.tasks OUT --task chain [--seed 0]  # or: tasks.build("OUT", "chain")
 
 | task | problem | response |
 |---|---|---|
-| `chain` | `7+5+8=` | `7+5=12+8=20`, and the answer |
-| `product` | `37*45=` | `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…` |
-| `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, and `((8-3)*4)+2`; its reward is bench/countdown.py |
-| `think` | `37+45=` | a sum after words that do no work |
-| `sums-3` | `137+245=` | as the demo's, with three digits |
-| `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, and the answer |
-| `open-r1`, `rlvr` | `37+45=` | as the models that Open-R1's and Tülu 3's recipes start from |
+| `chain` | `7+5+8=` | `7+5=12+8=20`, then the answer |
+| `product` | `37*45=` | `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…`, then the answer |
+| `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, then `((8-3)*4)+2`; the reward is bench/countdown.py |
+| `think` | `37+45=` | idle words such as `hmm,`, then a sum as in the demo |
+| `sums-3` | `137+245=` | as in the demo, with three digits |
+| `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
+| `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
-Of the last third of the pretraining texts, a share guesses. In the first four tasks the others have a wrong
-number in a share of their steps, so the base model solves few problems.
+The last third of the pretraining texts contains errors, so the base model solves few problems. A share of
+these texts guesses the answer (not in `countdown`). In `chain`, `product` and `think` the other texts write
+some wrong numbers. In `countdown` they try wrong signs.
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ from configs import OPEN_R1_SYSTEM, user_errors
 from tools import tiny
 from tools.tiny import GUESSES, Task, add, guess, make_tokenizer
 
-PROBLEMS = 8100  # in all
+PROBLEMS = 8100  # number of problems of a task, with the held-out problems
 TOOL_TAGS = ("<tool>", "</tool>", "<result>", "</result>")
-CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is one token
+CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is a single token
 CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
 {{ turn.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")  # words that do no work, in `think`
-# What a style writes before a problem, after it, and as the response.
+IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")  # idle words of the task `think`
+# Styles of a text: (what stands before the problem, what stands after it, form of the response).
 ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
            "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
 RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
-# --- what a response writes: (numbers, rng, slip) -> problem, thought, answer
+# --- what a text writes: a problem's numbers -> (problem, thought, answer)
+
+# `slip` is the probability of a wrong number in a step; 0: the thought is right.
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """Returns the number that a text writes for x: with probability `slip` a wrong number near x."""
+    """Returns the number that a text writes for x: x, or with probability `slip` a wrong number near x."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
@@ -61,7 +64,7 @@ def tool(numbers, rng, slip):
 
 
 def chain(numbers, rng, slip):
-    """Writes a sum of six numbers, added one after the other."""
+    """Writes a sum of several numbers, added one after the other."""
     total, thought = numbers[0], str(numbers[0])
     for n in numbers[1:]:
         total = said(total + n, rng, slip)
@@ -70,7 +73,7 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Writes a product of two numbers by columns."""
+    """Writes a product of two two-digit numbers, computed by columns."""
     (a, b), (c, d) = (divmod(n, 10) for n in numbers)
     units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
     both = said(left + right, rng, slip)
@@ -82,19 +85,22 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """Writes a sum after idle words. With `slip` the idle words may also repeat or replace the sum."""
+    """Writes idle words, then a sum. With `slip` some texts have idle words instead of the sum and guess the
+    answer. Others write the sum twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
         return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
-    if work != add(*numbers):  # the answer repeats the slip
+    if work != add(*numbers):  # the sum has a wrong number, so the answer is wrong too
         answer = str(guess(int(answer), rng))
     return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
 
 
 def countdown(numbers, rng, slip):
-    """Writes how four numbers reach a target. numbers: a solution's four numbers and three signs, from left
-    to right. With `slip` other attempts come first; the last attempt may be the answer."""
+    """Writes how four numbers reach a target. With `slip` the text may try other signs first. The last
+    attempt is the answer, and it may be wrong.
+
+    numbers: a solution's four numbers, then its three signs, from left to right."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -106,8 +112,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns `8-3=5*4=20+2=22` and its result; None if an intermediate result is not an integer from 0 to
-    99."""
+    """Returns a text like `8-3=5*4=20+2=22` and its result. The result is None if an intermediate result is
+    not an integer from 0 to 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -119,7 +125,8 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four numbers and three signs with a result. `four`: use these numbers."""
+    """Returns random numbers and signs, (4 numbers, 3 signs), for which `worked` has a result. four: use
+    these numbers, with random signs."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
@@ -128,11 +135,11 @@ def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
             return numbers
 
 
-# --- problems: rng -> numbers of all problems, in random order
+# --- the problems of a task: rng -> list of each problem's numbers, in random order
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
-    """Returns pairs of numbers with `digits` digits."""
+    """Returns pairs of numbers with `digits` digits: all pairs for two digits, else PROBLEMS of them."""
     if digits == 2:
         return tiny.all_pairs(rng)
     low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
@@ -142,7 +149,8 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns drawn problems with different texts."""
+    """Returns PROBLEMS random problems, all with different texts. draw(rng): the numbers of one problem.
+    work: writes a problem's text."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -152,7 +160,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # draws from rng, as when the base model of bench/results was made
+    think(drawn[0], rng, 0)  # advances rng: the base model of bench/results/ablations.md was made like this
     return drawn
 
 
@@ -165,7 +173,7 @@ countdowns = functools.partial(distinct, work=countdown, draw=draw_countdown)
 
 
 def chat_tokenizer():
-    """Returns the demo's tokenizer with a chat template whose marks are single tokens."""
+    """Returns the demo's tokenizer with a chat template. Each of CHAT_TAGS is one token."""
     tokenizer = make_tokenizer(CHAT_TAGS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -173,8 +181,11 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """slip: probability of a wrong number in a step. guesses: share of the last texts that answer at once.
-    of_row: further fields of the data's rows."""
+    """Returns a task for tools/tiny.py.
+
+    work: writes a problem's text. problems: draws the problems. slip: probability of a wrong number in a
+    step, in the last third of the texts. guesses: share of the last third that guesses the answer without a
+    thought. of_row: fields to add to the rows of the data files."""
     before, after, form = style
 
     def text(numbers, rng, final):
@@ -204,7 +215,7 @@ TASKS = {t.name: t for t in (
 
 
 def build(out: str, name: str, seed: int = 0) -> str:
-    """Builds a task's base model and problems in a folder, unless the folder already has them. Returns the
+    """Makes a task's base model and problems in the folder `out`, if they are missing. Returns the folder's
     path."""
     return tiny.build_task(TASKS[name], out, seed)
 
@@ -213,7 +224,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="folder")
     parser.add_argument("--task", required=True, choices=TASKS)
-    parser.add_argument("--seed", type=int, default=0, help="of the problems, the weights and the texts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems, the weights and the texts")
     args = parser.parse_args()
     with user_errors("bench/tasks.py"):
         print(build(args.out, args.task, args.seed))
