@@ -1,8 +1,10 @@
-"""All use of torch.distributed except for checkpoint files: start, shard, gather, exchange, sum, time, stop.
+"""All use of torch.distributed, except for checkpoint files: start the ranks, shard models, exchange and sum
+data, measure phases, stop together.
 
-The other files read like single-device code. FSDP2 (fully_shard) shards parameters over all ranks, or within
-groups of `shard_ranks` ranks and replicates them across the groups. Gradients are *summed* over ranks: losses
-are already divided by global counts, so the number of ranks does not enter the maths."""
+The other files read like single-device code. FSDP2 (fully_shard) shards parameters over all ranks. With
+--shard_ranks it shards them within groups of ranks, and each group has all parameters. Gradients are *summed*
+over ranks, not averaged: losses are already divided by counts over all ranks, so the number of ranks does not
+change the result."""
 
 import contextlib
 import datetime
@@ -39,12 +41,12 @@ Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a mod
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, the number of ranks, its device, and the dtype of compute and gathers."""
+    """This process among the ranks of the run."""
 
     rank: int
-    size: int
+    size: int  # number of ranks
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of compute and all-gathers
 
     @property
     def main(self) -> bool:
@@ -54,7 +56,7 @@ class World:
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
     """Join the ranks that torchrun started. Without torchrun, this process is the only rank. The arguments
     are fields of Config. Raises UserError if a machine has more ranks than GPUs."""
-    if "RANK" not in os.environ:  # vLLM's external_launcher reads these variables too
+    if "RANK" not in os.environ:  # set torchrun's variables; vLLM's external_launcher needs them too
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
@@ -68,7 +70,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # Longer than stall_limit: guard.watch must end a stalled phase first, because it prints stacks.
+        # The timeout is longer than stall_limit, so guard.watch ends a stalled run first and prints stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -77,11 +79,11 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """Allocate GPU memory once, as a test. If torch can't use expandable segments here, turn them off;
-    configs.set_allocator turned them on.
+    """Test whether torch can use expandable segments on this GPU, which configs.set_allocator turned on. If
+    the test allocation fails, turn them off.
 
-    torch 2.13 asserts that NVML returns fabric information. GPUs before Hopper may return none (PyTorch issue
-    186374)."""
+    For expandable segments, torch 2.13 asserts that NVML returns fabric information. For GPUs before Hopper
+    NVML may return none (PyTorch issue 186374)."""
     try:
         torch.empty(1, device="cuda")
     except RuntimeError as e:
@@ -92,20 +94,21 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store that only these processes use, or None to let torch make its default store.
-    Raises RuntimeError on timeout.
+    """Returns a key-value store for torch's process group, whose keys have a new prefix after every restart.
+    Returns None if torchrun shares no store; then torch makes its default store. Raises RuntimeError on
+    timeout.
 
-    torchrun's agents keep one store over all restarts (torch 2.13). The store still has the addresses of
-    ranks from before the restart. A restarted rank would wait for these dead ranks for ever. The restart
-    count can't separate old entries from new ones, because it differs between nodes. So the ranks agree on a
-    new prefix:
+    Why: after a restart of the ranks, torchrun keeps its store (torch 2.13). The store still has the
+    addresses of the dead ranks, and new ranks would wait for them for ever. The restart count can't serve as
+    a prefix, because it differs between machines. So the ranks agree on a new prefix:
 
         1. Each rank writes a random nonce. The prefix is the hash of all ranks' nonces.
-        2. Each rank writes "read" under its prefix. When every rank's "read" is there, all prefixes are
-        equal.
-        3. Until then, each rank reads the nonces again. Some nonces may have been from before the restart.
+        2. Each rank writes the key "read/RANK" under its prefix. When it finds the keys of all ranks there,
+           all ranks have the same prefix.
+        3. Until then, each rank reads the nonces again and repeats step 2. Some of the nonces that it read
+           may have been from before the restart.
 
-    A new node that replaces a lost node can't find the agents' store. docs/cluster.md has the environment
+    A machine that replaces a lost machine can't find torchrun's store. docs/cluster.md names the environment
     variable that helps.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -128,14 +131,14 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """Returns the process group of `count` neighbouring ranks that contains this rank, or None if `count` is
-    1. Every rank must call it."""
+    """Returns the process group of `count` neighbouring ranks to which this rank belongs, or None if `count`
+    is 1. Every rank must call this function."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh. It is 1-d over all ranks, or 2-d with `shard_ranks`: parameters are sharded
-    within groups of `shard_ranks` ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`. Without `shard_ranks` it is 1-d over all ranks. With `shard_ranks`
+    it is 2-d: parameters are sharded within groups of this many ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -144,11 +147,12 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
           recompute: int | None = None) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; embedding, norm
-    and head belong to the root's group. Weights and reductions are fp32, compute and gathers are `dtype`.
+    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. The embedding,
+    the last norm and the head are in the root's group. Weights and reductions of gradients are fp32. Compute
+    and all-gathers are in `dtype`.
 
-    `recompute`: see PackModel.recompute. A single rank that computes in fp32 has nothing to shard or cast, so
-    its parameters stay plain tensors."""
+    `recompute`: see PackModel.recompute. On a single rank that computes in fp32, the parameters stay plain
+    tensors, because there is nothing to shard or to cast."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
@@ -156,16 +160,17 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
     for group in (*model.model.layers, model):
         fully_shard(group, mesh=over, mp_policy=precision)
         group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        group.set_force_sum_reduction_for_comms(True)  # use plain sums: gloo has no pre-multiplied sum
     return model
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
-    the embedding. A model that rests on the host is moved to `device` during the iteration.
+    the embedding. If the model is on the host, it is moved to `device` during the iteration.
 
-    The parameters are gathered one FSDP group (a decoder layer) at a time. A group is freed when the consumer
-    asks for the first tensor of the next group. After that, the consumer must not use the group's tensors."""
+    FSDP gathers the parameters of one group at a time; each decoder layer is a group. A group's memory is
+    freed when the caller asks for the next group's first tensor. From then on the caller must not use the
+    tensors of the earlier group."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -181,10 +186,10 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Inside the context, the model and its optimizer's state are on `device`. Afterwards they are on the
-    host again, without gradients. A model that is not on the host before stays where it is.
+    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit they go back
+    to the host, and gradients are dropped. A model that is on a GPU already stays there.
 
-    Without an optimizer, the weights must not change inside, because they are not copied back."""
+    If `optimizer` is None, the weights must not change inside, because they are not copied back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -192,38 +197,39 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
         yield
     finally:
         if isinstance(model, FSDPModule):
-            model.reshard()  # a forward pass without a backward pass leaves the root gathered
+            model.reshard()  # without a backward pass, the root's parameters are still gathered
         if moves:
-            model.zero_grad()  # some are left after an exception
+            model.zero_grad()  # after an exception there may be gradients
             to_host(model, optimizer)
             torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Inside the context, if `on`, torch uses deterministic algorithms: sums on a GPU have a fixed order. An
-    operation without a deterministic algorithm raises RuntimeError."""
-    if not on:  # skip the calls below: they import torch's compiler, which takes time
+    """Context manager. Inside it, if `on`, torch uses deterministic algorithms, whose sums on a GPU have a
+    fixed order. An operation without a deterministic algorithm raises RuntimeError."""
+    if not on:  # without the calls below, because they import torch's compiler, which takes time
         yield
         return
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # takes time; nothing reads it
+    # Filling new memory with NaN takes time and is not needed: no code reads memory before it writes it.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-# model -> name -> home. A home is the host tensor that stores a weight, a buffer or a tensor of the
-# optimizer's state while the model is not on the GPU.
+# HOMES[model][name] is a home: the host tensor that stores a weight, a buffer or a tensor of the optimizer's
+# state while the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state.
+    """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state.
 
-    A home is a host tensor of the same shape and sharding. The home's memory is pinned, so copies run at the
-    full speed of the link. Homes are kept between steps, because pinning is slow."""
+    A home is a host tensor of the same shape and sharding. Its memory is pinned, so copies run at the full
+    speed of the link to the GPU. Homes are kept between steps, because pinning memory is slow."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{key}": x for key, x in optimizer.state.get(param, {}).items()}
@@ -236,13 +242,14 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
     """Replace each tensor x of the model and of the optimizer's state by new[x]."""
-    model._apply(lambda x: new.get(x, x))  # as Module.to does; FSDP takes its shards from the new tensors
+    # Module.to calls _apply too. FSDP's _apply then takes its shards from the new tensors.
+    model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
         state.update({key: new[x] for key, x in state.items()})
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's shard of a tensor. A tensor that is not sharded is returned as it is."""
+    """Returns this rank's shard of x, or x itself if x is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -251,7 +258,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`. Does not wait for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        if local(x).data_ptr() != local(home).data_ptr():  # x is new, or FSDP padded its uneven shard
+        # x is usually its own home. It is not if x is new, or if FSDP made a padded copy of an uneven shard.
+        if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
     replace_tensors(model, optimizer, new)
@@ -259,25 +267,25 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move a model and its optimizer's state to the host. Without an optimizer nothing is copied, because the
-    weights did not change on the device."""
+    """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, nothing is
+    copied, because the weights did not change on the device and their homes still have them."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # FSDP reads the homes of uneven shards, to pad them
+        torch.cuda.synchronize()  # finish the copies: FSDP now reads the homes of uneven shards, to pad them
     replace_tensors(model, optimizer, new)
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:
-    """Fill the tensors of `state`, which may be sharded, from the safetensors files of a folder. Each rank
-    reads only its own slices."""
+    """Fill the tensors of `state` from the safetensors files of a folder. The tensors may be sharded. Each
+    rank reads only its own slices."""
     dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
 
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into a parameter that may be sharded."""
+    """Copy the whole tensor `full` into a parameter, which may be sharded."""
     if isinstance(param, DTensor):
         full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements,
                                  src_data_rank=None)
@@ -285,8 +293,8 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a global norm of at most `limit`. Returns the norm before, equal on all
-    ranks."""
+    """Scale the gradients down to a global norm of at most `limit`. Returns the norm before scaling. All
+    ranks get the same norm."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -295,25 +303,25 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Returns the sum over ranks as a new tensor. `op`: another reduction of torch.distributed."""
+    """Returns the sum of x over all ranks, as a new tensor. `op`: another reduction instead of the sum."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Returns the maximum over ranks as a new tensor."""
+    """Returns the maximum of x over all ranks, element by element, as a new tensor."""
     return all_sum(x, td.ReduceOp.MAX)
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Returns the tensor on the host. A GPU tensor is copied to pinned memory. Waits for the copy."""
+    """Returns x on the host. A GPU tensor is copied to pinned memory, and the host waits for the copy."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns a list of the objects of all ranks, in rank order, on every rank. For small objects. Before
-    `init`, this process is the only rank."""
+    """Returns a list with the object x of each rank, in rank order. Every rank gets the list. Only for small
+    objects. `group`: the ranks that take part; None: all ranks. Before `init`, returns [x]."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -322,9 +330,9 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Call work() on every rank. Returns the result of work() on this rank. If work() raises UserError on
-    some rank, every rank raises the first error, with the name of that rank's host. If all ranks have the
-    same error, the name is left out."""
+    """Call work() on every rank. Returns this rank's result. If work() raises UserError on some ranks, every
+    rank raises the error of the first of these ranks. The message names this rank's host, unless all ranks
+    have the same error."""
     result, error = None, ""
     try:
         result = work()
@@ -339,13 +347,15 @@ def together(work: Callable[[], T]) -> T:
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:
-    """Returns the rows of samples of all ranks, ordered by (prompt_id, sample_id), on every rank."""
+    """Returns the rows of all ranks, ordered by (prompt_id, sample_id), on every rank. A row is a sample as a
+    dict."""
     return sorted((row for of_rank in gather(rows) for row in of_rank),
                   key=lambda row: (row["prompt_id"], row["sample_id"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
-    """Send the object outgoing[r] to rank r. Returns the objects that the ranks sent here, in rank order."""
+    """Send the object outgoing[r] to rank r, for every r. Returns the objects that this rank received, in the
+    order of the ranks that sent them."""
     # Loading a pickle can run code. Here and in `gather`, pickles come only from ranks of this run. torz
     # never writes a pickle to a file and never reads a pickle from a file.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
@@ -361,8 +371,8 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
             layout: list[list[list[list[int]]]]) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys[i] is the index of samples[i] in the step. layout[minibatch][rank][pack] is a list of such indices
-    (data.assign).
+    keys[i]: the index of samples[i] among the step's samples of all ranks.
+    layout[minibatch][rank][pack]: the indices of the pack's samples (from data.assign).
     """
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
@@ -370,7 +380,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
     for key, sample in zip(keys, samples, strict=True):
         outgoing[rank_of[key]][key] = sample
     rank = td.get_rank()
-    arrived, outgoing[rank] = outgoing[rank], {}  # samples that stay are not pickled
+    arrived, outgoing[rank] = outgoing[rank], {}  # samples that stay on this rank are not pickled
     for box in exchange(outgoing):
         arrived |= box
     return [[[arrived[key] for key in pack] for pack in minibatch[rank]] for minibatch in layout]
@@ -381,24 +391,26 @@ def balance(samples: Sequence[Any], keys: Sequence[int],
 
 @dataclass
 class Phase:
-    """The phase that this rank is in."""
+    """The current phase of this rank. A phase is a named part of a step, such as "rollout" or "critic"."""
 
     name: str = "start"
-    began: float = float("inf")  # time.perf_counter(); infinite between phases
-    limit: float = 0.0  # seconds that a phase may take; 0: not watched
+    began: float = float("inf")  # time.perf_counter() at its start; infinite between phases
+    limit: float = 0.0  # seconds that a phase may take; 0: no limit
 
 
 CURRENT = Phase()
-SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last phase_seconds()
+SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the last call of phase_seconds
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator that measures a phase and watches for a hang. The phase ends when the
-    device has finished its work. The phase's seconds are added to SECONDS."""
+    """Context manager and decorator for a phase. It measures the phase and ends the process if the phase
+    hangs. A phase ends when the GPU has finished its work. The phase's seconds are added to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    if CURRENT.limit:  # guard.watch's thread can't run while C code holds the GIL; this timer can
+    # If a phase hangs, guard.watch's thread ends the process. But that thread can't run while C code holds
+    # the GIL. So a timer that does not need the GIL ends the process a little later.
+    if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:
         yield
@@ -411,7 +423,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Returns phase -> seconds since the last call."""
+    """Returns phase -> its seconds since the last call of this function."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds
@@ -419,10 +431,11 @@ def phase_seconds() -> dict[str, float]:
 
 # --- stopping on a signal
 
-stop_signal: list[Any] = []  # name and time of the signal that requested a stop on this rank; empty: none
+# Name and time of the signal that requested a stop on this rank. Empty if no signal came.
+stop_signal: list[Any] = []
 
 
 def stop_requested() -> bool:
-    """Returns whether any rank got a signal to stop, the same on all ranks. A collective: every rank must
-    call."""
+    """Returns whether any rank got a signal to stop. All ranks get the same result, and all ranks must call
+    this function."""
     return bool(all_max(torch.tensor(len(stop_signal))))
