@@ -1,7 +1,7 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
-Numbers, units, sets and words are compared at once. math-verify compares expressions. On some answers of a
-policy it hangs, fills the memory or crashes, so it runs in processes that can be killed:
+The trainer itself compares numbers, units, sets and words. math-verify compares expressions. On some
+responses math-verify hangs, fills the memory or crashes, so it runs in processes that can be killed:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
@@ -10,14 +10,18 @@ policy it hangs, fills the memory or crashes, so it runs in processes that can b
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ and above MEMORY       │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
-The trainer does not start the workers itself. It has CUDA and threads, so it must not fork; a spawned
-process would import the trainer's `__main__`, and math-verify for seconds. A server that dies or stalls is
-replaced once. If the trainer dies, the server and its workers end.
+A server forks the workers, because the trainer can't: a process with CUDA and threads must not fork. If the
+trainer spawned the workers, each would need seconds to import math-verify. If the server dies or stalls, the
+Grader starts another one and sends the open requests again. If the trainer dies, the server and its workers
+end.
 
-Departures from Open-Reasoner-Zero. Its equality drops punctuation and compares substrings (`1,2` = `12`,
-`5` = `5\text{ or }7`, empty = empty); ours does not (grading/answers.py). Its timeout of one second includes
-the wait in the queue, so right answers fail under load; our deadline is CPU time of the worker, so a reward
-does not depend on how busy the machine is. Every zero of ours has a reason (REASONS).
+Departures from Open-Reasoner-Zero:
+
+- ORZ's comparison ignores punctuation and accepts substrings: `1,2` equals `12`, and `5` equals
+  `5\text{ or }7`. Ours does not.
+- ORZ's timeout of one second includes the wait in the queue, so right answers fail on a busy machine. Our
+  deadline counts the worker's CPU time, so a reward does not depend on how busy the machine is.
+- Each of our grades has a reason: one of REASONS.
 """
 
 import ctypes
@@ -47,18 +51,19 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
-MAX_ANSWER = 2000  # characters; a longer one is "unparsed": no gold answer is so long, and parsing is slow
-MEMORY = 2 << 30  # bytes of address space that a worker may add after the fork
-CACHE = 16_384  # grades to remember by (answer, gold, kind): samples of one prompt often have equal answers
-MAX_REPLY = 200_000  # characters of an environment's text
-CHUNK = 16  # most requests that a worker takes at once: each trip to it costs 0.2 ms
-LARGEST = 3.4028234e38  # absolute value of a custom reward: packs hold rewards as float32
-MAX_TASKS = 250  # chunks after which a fresh fork replaces a worker: sympy's caches grow
-WALL = 4  # a worker is also killed after WALL deadlines by the clock: it sleeps, or the machine is overloaded
-# The server's functions are those of __main__, so that torz's modules can be dropped from sys.modules.
+MAX_ANSWER = 2000  # most characters of an answer; a longer answer is "unparsed", because parsing it is slow
+MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
+CACHE = 16_384  # most grades to cache; the samples of a prompt often have the same answer
+MAX_REPLY = 200_000  # most characters of a text that an environment returns
+CHUNK = 16  # most requests in one message to a worker; a message costs 0.2 ms
+LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
+MAX_TASKS = 250  # chunks after which a new worker replaces a worker, because sympy's caches grow
+WALL = 4  # a worker is also killed after WALL deadlines of wall time, for example if a custom reward sleeps
+# The server runs this file as __main__. So it can remove the modules `grading` and `configs` from
+# sys.modules, and a user's file can import its own modules of these names.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
-START = 300  # seconds that a server may take to start: importing from a network disk is slow
+START = 300  # most seconds for the start of a server; imports from a network disk are slow
 
 # What the trainer sends to a worker:
 #     "compare", answer, gold, kind                is the answer right?
@@ -69,28 +74,33 @@ Request = tuple
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of a response. reward: 1.0 or 0.0, or the number of a custom reward, within the range of
-    float32. reason: one of REASONS. answer: the extracted answer; None without one."""
+    """The grade of a response.
+
+    reward: 1.0 or 0.0, or the value of a custom reward, a finite float32
+    reason: one of REASONS
+    answer: the extracted answer; None if there is none"""
     reward: float
     reason: str
     answer: str | None
 
 
 class Reply(NamedTuple):
-    """What an environment (--env) returns after a turn of the policy.
+    """The answer of an environment (--env) to a turn of the policy.
 
-    text: is appended to the response, and the policy writes its next turn after it. None: the response is
-    complete. reward: replaces the grade of the response. None: the response is graded as usual. done: true if
-    the response is complete; then `text` is not appended.
-    An environment may also return a str for Reply(text), None for Reply(), or a tuple for Reply(*tuple)."""
+    text: the text to append to the response, before the policy's next turn. None ends the response.
+    reward: the reward of the response, in place of its grade. None: the response is graded as usual.
+    done: True ends the response; `text` is then not appended.
+
+    An environment's function may also return a str for Reply(text), None for Reply(), or a tuple for
+    Reply(*tuple)."""
     text: str | None = None
     reward: float | None = None
     done: bool = False
 
 
-# ANTLR, math-verify's parser, builds tables when it first meets a piece of grammar. That takes up to seconds,
-# so a right answer could time out. The server parses these pairs (answer=gold) before it forks workers, and
-# the workers inherit the tables.
+# math-verify's parser (ANTLR) builds tables when it first parses a kind of expression. This can take seconds,
+# so a right answer could time out. So the server compares these pairs (answer=gold) before it forks the
+# workers. The workers inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -111,13 +121,13 @@ x\ge5y=3:4
 
 # --- in a worker
 
-_functions = {}  # FILE.py:FUNCTION -> the user's function, or the error of importing its file
-_modules = {}  # folder of a user's file -> the modules imported from the folder: name -> module
+_functions = {}  # "FILE.py:FUNCTION" -> the user's function, or an ImportError if its file can't be imported
+_modules = {}  # folder of a user's file -> {name: module} of the modules imported from this folder
 
 
 def _outcome(what, *arguments):
-    """Carries out a request. Returns 1. the value: a reward, or the environment's Reply; 2. the reason:
-    "correct" or "wrong" for a reward, "replied" for a Reply."""
+    """Carries out a Request. For "compare" and "score", returns the reward and "correct" or "wrong". For
+    "reply", returns the environment's Reply and "replied"."""
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
@@ -126,13 +136,13 @@ def _outcome(what, *arguments):
 
 
 def _reply(*request):
-    """Returns the environment's Reply. Raises an exception if the reply can't be used."""
+    """Calls the environment and returns its Reply. Raises an exception if the Reply is not valid."""
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        text = text.encode().decode()  # a plain str; raises for no str, and for half of a surrogate pair
+        text = text.encode().decode()  # raises an error unless `text` is a str that UTF-8 can encode
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
     return Reply(text, reward, bool(done))
@@ -146,7 +156,7 @@ def _as_reward(value, what):
 
 
 def _call(spec, *arguments):
-    """Calls the user's function FILE.py:FUNCTION and returns its result."""
+    """Calls the user's function `spec`, "FILE.py:FUNCTION", and returns its result."""
     function = _functions[spec]
     if isinstance(function, Exception):
         raise function
@@ -156,14 +166,14 @@ def _call(spec, *arguments):
 
 @contextmanager
 def _modules_beside(spec):
-    """Context in which a user's file can import the modules of its own folder. spec: FILE.py:FUNCTION.
+    """Context in which a user's file can import modules from its own folder. spec: "FILE.py:FUNCTION".
 
-    On entry the folder becomes the first in sys.path. On exit the folder's modules are moved from sys.modules
-    to `_modules`, because the folder of another user's file may have modules of the same names. The next
-    entry brings them back.
+    On entry, the folder is put first in sys.path. On exit, the modules of the folder are moved from
+    sys.modules to `_modules`, because the folder of another user's file may have modules of the same names.
+    The next entry puts them back into sys.modules.
 
-    A module belongs to the folder if a file there has its name. Its attributes are not read, because a lazy
-    module (torch.classes) raises an error then."""
+    A module belongs to the folder if the folder has a file of its name. Its attribute __file__ can't be used:
+    reading an attribute of a lazy module such as torch.classes raises an error."""
     folder = os.path.dirname(spec)
     names = {file.partition(".")[0] for file in os.listdir(folder)} - sys.modules.keys()
     sys.path.insert(0, folder)
@@ -171,7 +181,7 @@ def _modules_beside(spec):
     try:
         yield
     finally:
-        with suppress(ValueError):  # the file may change the path too
+        with suppress(ValueError):  # the user's file may have removed the folder from sys.path
             sys.path.remove(folder)
         _modules[folder] = _take_modules(names)
 
@@ -183,19 +193,19 @@ def _take_modules(names):
 
 
 def _grade_chunk(requests, deadline):
-    """Returns 1. for each request: reward or Reply, reason, and error message or None; 2. the mean seconds of
-    a request. A timeout or a crash ends this process instead.
+    """Returns 1. an outcome for each request: (reward or Reply, reason, error message or None); 2. the mean
+    seconds of a request. A timeout or a crash ends this process instead.
 
-    All requests of the chunk together have the deadline of one answer. After a timeout the Grader sends the
-    requests again, each in a chunk of its own.
+    The chunk as a whole has the deadline of one answer, so each request gets an equal part of it. After a
+    timeout the Grader sends each request again in a chunk of its own.
     """
     outcomes, start = [], time.monotonic()
     for request in requests:
-        # CPU time. The signal has no handler, so the kernel ends even C code.
+        # This timer counts CPU time. SIGPROF has no handler, so the kernel ends the process even in C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
             outcomes.append((*_outcome(*request), None))
-        except BaseException as error:  # also the SystemExit of a custom reward
+        except BaseException as error:  # a custom reward may also raise SystemExit
             message = " ".join(f"{type(error).__name__}: {error}".split())
             outcomes.append((0.0, "error", message[:500]))
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -204,21 +214,24 @@ def _grade_chunk(requests, deadline):
 
 def _init_worker():
     """Make this worker easy to kill, and limit its memory."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits until C code (9**9**9) returns
+    # pebble's handler of SIGTERM would wait until C code returns, such as that of 9**9**9.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the server
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with the server
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
-        with suppress(ValueError):  # the machine's own limit is lower
+        with suppress(ValueError):  # the machine already has a lower limit
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-# --- in the server: JSON lines [chunk, requests] on stdin, [chunk, outcomes, seconds] on stdout
+# --- in the server. It reads JSON lines [chunk number, requests] from stdin, and writes JSON lines [chunk
+# number, outcomes, seconds] to stdout.
 
 
 def _import_function(spec):
-    """Returns the function FILE.py:FUNCTION. If the file can't be imported, returns the ImportError."""
+    """Returns the user's function `spec`, "FILE.py:FUNCTION". If the file can't be imported, returns an
+    ImportError."""
     path, _, name = spec.rpartition(":")
     try:
         with _modules_beside(spec):
@@ -228,8 +241,9 @@ def _import_function(spec):
 
 
 def _warm():
-    """Import math-verify and let it parse the pairs of WARM."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    """Import math-verify and compare the pairs of WARM, so that its parser builds its tables."""
+    # math-verify would warn that its own timeouts are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
             math_equal(*map(normalise, pair.split("=", 1)))
@@ -241,18 +255,18 @@ def _die():
 
 
 def _watch(parent):
-    """End the server when the trainer is gone."""
-    while os.getppid() == parent:  # stdin stays open if another child of the trainer holds its pipe
+    """End the server when the trainer, process `parent`, has ended."""
+    # The end of stdin is no sure sign: another child of the trainer may keep the pipe open.
+    while os.getppid() == parent:
         time.sleep(0.5)
     _die()
 
 
 def _dispatch(requests, replies, workers, deadline):
-    """Give each chunk from the pipe `requests` to a worker and write [chunk, outcomes, seconds] to the pipe
-    `replies`.
+    """Read chunks from the pipe `requests`, give each to a worker, and write its outcomes to the pipe
+    `replies`. Returns when `requests` closes or the pool breaks.
 
-    The outcomes are None if the worker did not finish a chunk of several requests. Returns when `requests`
-    closes or the pool breaks.
+    If the worker died or timed out in a chunk of several requests, the outcomes are None.
     """
     import pebble
 
@@ -263,7 +277,7 @@ def _dispatch(requests, replies, workers, deadline):
             outcomes, seconds = future.result()
         except BrokenProcessPool:
             _die()
-        except Exception as error:  # pebble's, since the worker did not finish
+        except Exception as error:  # pebble raises it if the worker died or timed out
             code = getattr(error, "exitcode", None)
             late = isinstance(error, TimeoutError) or code == -signal.SIGPROF
             message = None if late else f"WorkerDied: {error}, exit code {code}"
@@ -273,7 +287,7 @@ def _dispatch(requests, replies, workers, deadline):
             os.write(replies, json.dumps([chunk, outcomes, seconds]).encode() + b"\n")
 
     pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, context=get_context("fork"))
-    with suppress(RuntimeError):  # a killed idle worker breaks pebble's pool
+    with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
             chunk, of_chunk = json.loads(line)
             future = pool.schedule(_grade_chunk, [of_chunk, deadline], timeout=WALL * deadline)
@@ -281,17 +295,22 @@ def _dispatch(requests, replies, workers, deadline):
 
 
 def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], compares: bool) -> None:
-    """The server. It and its workers end when stdin closes, `parent` is gone or the pool breaks."""
+    """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
+    has ended, or when the pool breaks.
+
+    functions: users' functions, "FILE.py:FUNCTION". compares: whether requests "compare" will come."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"})  # a user's file may have modules of these names beside it
+    _take_modules({"configs", "grading"})  # a user's folder may have modules of these names
     _functions.update((spec, _import_function(spec)) for spec in functions)
     if compares:
         _warm()
-    gc.freeze()  # else garbage collection in a worker would copy every page that it shares
+    # Garbage collection would write to all objects, so each worker would copy all memory pages that it
+    # shares with the server.
+    gc.freeze()
     _dispatch(requests, replies, workers, deadline)
     _die()
 
@@ -300,20 +319,24 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
 
 
 class Grader(AbstractContextManager):
-    """Grades responses while others are generated, in processes that can be killed. Use it from one thread.
+    """Grades responses in processes that can be killed, while the engine generates others. Use it from one
+    thread.
 
-    deadline    CPU seconds for one answer; by the clock WALL times as many. Waiting in the queue is free.
-    customs     users' functions ("path/to/file.py:function") that `submit` may name. A worker calls
-                function(response, answer, kind) -> float for each stopped response, in place of extraction
-                and equality.
-    compares    answers are compared too; else the server starts without math-verify.
-    env         the function ("path/to/file.py:function") that `ask` calls in a worker, within the same
-                deadline. After a neighbour's crash it is called again, so it must be a function of its
-                arguments.
+    workers     number of worker processes
+    deadline    CPU seconds for one answer, and at most WALL times as many seconds of wall time. The wait in
+                the queue does not count.
+    customs     users' reward functions ("path/to/file.py:function") that `submit` may name. For a stopped
+                response, a worker calls function(response, answer, kind) -> float with the gold answer. This
+                replaces extraction and comparison.
+    compares    whether `submit` compares answers; if False, the server does not import math-verify.
+    env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker. It
+                has the same deadline. It may be called twice for one turn, because all requests of a chunk
+                are sent again if one of them kills the worker. So its result must depend on its arguments
+                only.
 
-    Raises UserError if there is no such function. A failed answer gets 0 and the reason "error"; `errors`
-    keeps the first message of each type. The server starts at once for users' functions, else with the first
-    answer that needs it.
+    Raises UserError if a function does not exist. If grading raises an error, the reward is 0 and the reason
+    "error"; `errors` keeps the first message of each type of error. With users' functions the server starts
+    at once, otherwise at the first answer that needs a worker.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -325,24 +348,27 @@ class Grader(AbstractContextManager):
         functions = [*self.customs.values(), *filter(None, [self.env])]
         self.arguments = workers, deadline, functions, compares
         self.patience = START + WALL * deadline  # seconds without a reply after which the server has stalled
-        self.errors = {}  # type of an error -> its first message
-        self._told = 0  # number of messages in `errors` that new_errors has returned
-        self._grades = {}  # key -> Grade or Reply, what results() returns next
+        self.errors = {}  # type of an error -> the first message of this type
+        self._told = 0  # number of messages in `errors` that new_errors has already returned
+        self._grades = {}  # key -> Grade or Reply: the next return value of `results`
         self._cache = {}  # request -> Grade
-        self._pending = {}  # request -> [(key, extracted answer)]; equal requests are graded once
-        self._waiting = []  # requests of the next chunk
-        self._size = 1  # requests in a chunk: as many as a worker grades in 0.1 s
-        self._chunks = {}  # number -> requests, of chunks without a reply
-        self._count = 0  # chunks so far
-        self._process = None  # the server
+        self._pending = {}  # open request -> [(key, extracted answer), ...]; equal requests are sent once
+        self._waiting = []  # requests that are not yet in a chunk
+        self._size = 1  # number of requests in the next chunk: a worker should need about 0.1 s for a chunk
+        self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
+        self._count = 0  # number of chunks so far
+        self._process = None  # the server's process
         if functions:
             self._start()
 
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
                extractor: str = "orz", custom: str = "") -> None:
-        """Queue a response without waiting. `stopped`: it ended by EOS or a stop string, not by length.
-        `custom`: one of the Grader's custom rewards, which then grades it; its answer is extracted anyway,
-        for a majority vote. Raises UserError for an unknown kind or extractor."""
+        """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
+
+        key: the key of the response's grade in `results`
+        stopped: whether the response ended with EOS or a stop string; if False, it was cut by length
+        custom: one of `customs`, which then grades the response. The answer is extracted too, because
+            maj@n needs it."""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -358,13 +384,13 @@ class Grader(AbstractContextManager):
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue a call env(problem, text, turn) without waiting. results() returns the environment's Reply
-        under `key`. If the call failed, results() returns a Grade with the reason "error" or "timeout"."""
+        """Queue the call env(problem, text, turn), without waiting. `results` will contain the environment's
+        Reply under `key`, or a Grade with the reason "error" or "timeout" if the call failed."""
         self._queue(key, ("reply", self.env, problem, text, turn))
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
-        """Returns the grade if it can be found without a worker, else None."""
+        """Returns the Grade of an answer if no worker is needed for it, else None."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
         known = self._cache.get(("compare", answer, gold, kind))
@@ -376,7 +402,7 @@ class Grader(AbstractContextManager):
         return Grade(float(equal), "correct" if equal else "wrong", answer)
 
     def _queue(self, key, request, answer=None):
-        """Queue a request, unless an equal one is queued."""
+        """Queue a request under `key`. If an equal request is open, its result is used for both keys."""
         if self._process is None:
             self._start()
         keys = self._pending.setdefault(request, [])
@@ -387,8 +413,8 @@ class Grader(AbstractContextManager):
             self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
-        """Wait for everything that was submitted or asked since the last call. Returns key -> Grade or Reply.
-        Raises RuntimeError if the server died or stalled, and then its replacement did too."""
+        """Wait until all open requests are done. Returns key -> Grade or Reply for each `submit` and `ask`
+        since the last call. Raises RuntimeError if the server died or stalled twice in this call."""
         self._send_waiting()
         replaced = False
         while self._pending:
@@ -402,15 +428,15 @@ class Grader(AbstractContextManager):
         return grades
 
     def new_errors(self) -> list[str]:
-        """Returns the messages in `errors` that an earlier call has not returned."""
+        """Returns the messages of `errors` that are new since the last call."""
         messages = list(self.errors.values())[self._told:]
         self._told = len(self.errors)
         return messages
 
     def close(self) -> None:
-        """End the server and its workers. A later `submit` starts another one."""
+        """End the server and its workers. A later `submit` or `ask` starts another server."""
         if self._process:
-            with self._process, suppress(ProcessLookupError):  # closes the pipes and waits
+            with self._process, suppress(ProcessLookupError):  # on exit: closes the pipes, waits for the end
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
 
@@ -418,25 +444,27 @@ class Grader(AbstractContextManager):
         self.close()
 
     def _start(self):
-        """Start a server. An old server is ended first, and its unanswered chunks go to the new server."""
+        """Start a server. First ends the old server, if there is one. The chunks that the old server has not
+        answered are sent to the new server."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
-        # bufsize=0: `poll` sees all that was not read. A new session: ctrl-C does not reach the server.
+        # bufsize=0: no byte waits in a Python buffer, where `poll` would not see it. start_new_session=True:
+        # ctrl-C does not reach the server.
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        os.set_blocking(self._process.stdin.fileno(), False)  # a busy server must not stop the trainer
+        os.set_blocking(self._process.stdin.fileno(), False)  # the trainer must not wait for a busy server
         self._unsent = bytearray()
-        self._unread = b""  # incomplete last line of the server's replies
+        self._unread = b""  # the last line from the server, if its end has not arrived yet
         chunks, self._chunks = self._chunks, {}
         for requests in chunks.values():
             self._send(requests)
 
     def _send(self, requests):
-        """Queue a chunk; `_exchange` writes it."""
+        """Put the requests into `_unsent` as one chunk. `_exchange` writes them to the server."""
         self._count += 1
         self._chunks[self._count] = requests
-        # JSON is ASCII here, so NULs and lone surrogates pass.
+        # json.dumps writes ASCII only, so a response may contain NULs and lone surrogates.
         self._unsent += json.dumps([self._count, requests]).encode() + b"\n"
 
     def _send_waiting(self):
@@ -445,10 +473,10 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write to the server's pipe and read from it. Waits at most `seconds` until one of the two is
-        possible. Returns False if neither was possible: the time is up or the server is dead."""
+        """Write requests to the server's pipe, and read replies from it. Waits at most `seconds` until the
+        pipe can be written or read. Returns False if neither happened: the server is too slow or dead."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        poll = select.poll()  # select() fails if the trainer has over 1024 open files
+        poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files
         poll.register(stdout, select.POLLIN)
         if self._unsent:
             poll.register(stdin, select.POLLOUT)
@@ -464,10 +492,12 @@ class Grader(AbstractContextManager):
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        """Store the outcomes of a chunk. outcomes: None if the worker died. seconds: mean of a request."""
+        """Store the outcomes of a chunk. chunk: its number. outcomes: None if the worker died or timed out.
+        seconds: mean time of one request."""
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
-        if outcomes is None:  # send the requests one by one: then only the one that killed the worker fails
+        # Send each request again on its own, so that only the request that killed the worker fails.
+        if outcomes is None:
             for request in requests:
                 self._send([request])
             return
@@ -475,7 +505,8 @@ class Grader(AbstractContextManager):
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade
-            if request[0] == "compare" and not error and reason != "timeout":  # may be the machine's fault
+            # Errors and timeouts are not cached, because the machine may have caused them.
+            if request[0] == "compare" and not error and reason != "timeout":
                 self._cache[request] = grade
             if error:
                 self.errors.setdefault(error.partition(":")[0], error)
@@ -484,8 +515,8 @@ class Grader(AbstractContextManager):
 
 
 def _check_spec(spec, what="reward"):
-    """Returns `spec` with an absolute path. Raises UserError if the file can't be read or lacks the function.
-    The file is only compiled here; the server runs it."""
+    """Returns `spec` ("FILE.py:FUNCTION") with an absolute path. Raises UserError if the file can't be read
+    or does not contain the function. The file is compiled here, but not run."""
     path, _, name = spec.rpartition(":")
     require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
     file = Path(path).absolute()
