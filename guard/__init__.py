@@ -1,1 +1,1 @@
-"""Guards: what refuses a run before it costs anything, and what watches it afterwards."""
+"""Guards: checks that refuse a faulty run before its first step, and code that watches a run afterwards."""

@@ -1,4 +1,4 @@
-"""Alarms: signs of trouble in a run's metrics. An alarm is a line of text: what was found, the likely cause,
+"""Alarms: signs of trouble in a run's metrics. An alarm is a text that says what was found, the likely cause,
 and what to change.
 
     for text in new_alarms(log.history, cfg): print(text)
@@ -11,15 +11,15 @@ from statistics import fmean
 from configs import Config
 from log import NAN
 
-MEAN_STEPS = 5  # an alarm looks at means over the last steps, so a single odd step raises none
-QUIET_STEPS = 10  # an alarm is raised again only after this number of steps in which it was inactive
-WARM_STEPS = 30  # in its first steps a new critic explains nothing, so it raises no alarm
-SOLVED = 0.9  # from this reward on, low entropy, short responses and uniform groups are a success
+MEAN_STEPS = 5  # alarms use the means of the last 5 steps, so one unusual step raises no alarm
+QUIET_STEPS = 10  # an active alarm is printed again only after it was inactive for 10 steps
+WARM_STEPS = 30  # a new critic explains no variance in its first steps, so alarm "critic" starts after these
+SOLVED = 0.9  # if the mean reward is higher, low entropy, short responses and uniform groups are no trouble
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
-# Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` has the
-# means that `active_alarms` computes. A metric that the run does not have is NaN, and every comparison with
-# NaN is false.
+# Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` contains
+# the mean of each metric, from `active_alarms`. A metric that the run does not log is NaN. Comparisons with
+# NaN are false, so its alarm is not active.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
@@ -73,9 +73,9 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Returns the texts of the alarms that the last step of `history` raises. Such an alarm is active after
-    the last step and was inactive in the QUIET_STEPS steps before. The result depends on `history` alone, so
-    a resumed run raises the same alarms as an uninterrupted run."""
+    """Returns the texts of the alarms to print after the last step of `history`: those that are active now
+    and were inactive in all of the QUIET_STEPS steps before. The result depends on `history` alone, so a
+    resumed run prints the same alarms as an uninterrupted run."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

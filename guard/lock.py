@@ -1,4 +1,4 @@
-"""The lock of a run's folder: two runs never write to one folder, on one host or on several."""
+"""The lock of a run's folder. It prevents two runs from writing to the same folder, also from two hosts."""
 
 import atexit
 import contextlib
@@ -13,27 +13,27 @@ from typing import Any
 
 from configs import require
 
-HEARTBEAT = 20.0  # seconds between two renewals of the lock file's modification time
-DEAD = 120.0  # seconds without a renewal after which another run may take the folder
+HEARTBEAT = 20.0  # the lock's owner renews the modification time of the lock file every 20 seconds
+DEAD = 120.0  # after this number of seconds without a renewal, another run may take over the folder
 
 
 class FolderLock(contextlib.AbstractContextManager):
-    """A run's claim on its folder: a file with the host and process of the run. A thread renews the file's
-    modification time every HEARTBEAT seconds.
+    """A lock file in a run's folder, with the host and the process of the run that owns it. A thread of the
+    owner renews the file's modification time every HEARTBEAT seconds: the heartbeat.
 
-    Another run takes over the lock in two cases: the owner was on the same host and is dead, or the owner is
-    on another host and its heartbeat has stopped. A kernel lock (flock) would not do: on NFS the kernel lock
-    of a dead host stays."""
+    Another run takes over the lock in two cases: the owner ran on the same host and is dead, or the owner ran
+    on another host and its heartbeat has stopped. A kernel lock (flock) can't replace the file: on NFS, the
+    kernel lock of a host that has crashed is never released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
-        self.made: list[Path] = []  # folders that `claim` made, innermost first
+        self.made: list[Path] = []  # folders that `claim` made, the innermost folder first
         self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
                      "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
     def claim(self) -> None:
-        """Make the folder and take its lock. May wait DEAD seconds to see whether an owner on another host is
-        alive. Raises UserError where another run has the folder, and OSError if the disk fails."""
+        """Make the folder and take its lock. If a run on another host owns the lock, waits up to DEAD seconds
+        for its heartbeat. Raises UserError if another run uses the folder, and OSError if the disk fails."""
         folder = self.file.parent
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,26 +61,31 @@ class FolderLock(contextlib.AbstractContextManager):
         """Remove the lock if this run still owns it. Then remove the folders that `claim` made, if they are
         empty."""
         self.ended.set()
-        with contextlib.suppress(OSError):  # a lock on a disk that failed stays, without a heartbeat
+        # If the disk has failed, the lock file can't be removed. It has no heartbeat any more, so another run
+        # can take it over.
+        with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
                 for folder in self.made:
-                    folder.rmdir()  # OSError where it is not empty
+                    folder.rmdir()  # raises OSError if the folder is not empty
 
     def owner(self) -> dict[str, Any]:
-        """Returns the content of the lock file; {} where no lock can be read."""
+        """Returns the content of the lock file; {} if it does not exist or can't be read."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
 
     def _is_alive(self, owner):
-        """Returns whether the owner of the lock is alive. On the same host its process must exist. On another
-        host it must renew the lock file while this function waits, at most DEAD seconds."""
+        """Returns whether the owner of the lock is alive. An owner on the same host is alive if its process
+        exists. An owner on another host is alive if it renews the lock file while this function waits, at
+        most DEAD seconds."""
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        os.utime(self.file.parent)  # sets the folder's time to now, by the clock of the file server
+        # Sets the folder's modification time to now by the clock of the file server. Only this clock can be
+        # compared with the modification time of the lock file.
+        os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
             print(f"{self.file} is of another host; waiting for its heartbeat", flush=True)
@@ -96,14 +101,14 @@ class FolderLock(contextlib.AbstractContextManager):
             return 0.0
 
     def _beat(self):
-        """Renew the lock's time. If another run has taken the folder over, end this process, so that it does
-        not write to the folder any more."""
+        """Renew the modification time of the lock file until `release`. If another run has taken over the
+        lock, end this process, so that it no longer writes to the folder."""
         while not self.ended.wait(HEARTBEAT):
             owner = self.owner()
             if owner == self.mine:
                 with contextlib.suppress(OSError):
                     os.utime(self.file)
-            elif owner and owner["pid"] == os.getpid():  # a later run of this notebook
+            elif owner and owner["pid"] == os.getpid():  # a later run in the same process (a notebook)
                 return
             elif owner:
                 print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
@@ -112,16 +117,17 @@ class FolderLock(contextlib.AbstractContextManager):
 
 
 def _system():
-    """Returns an id of the kernel and process namespace. Two processes with equal ids can check each other's
-    process numbers. A host name would not do: hosts may share a name, and containers share a kernel."""
+    """Returns an id of the booted kernel and of the process namespace. Two processes with equal ids know
+    all processes under the same numbers. A host name is not enough: two hosts may have the same name, and
+    two containers of a host number their processes separately."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of a process of this host as text; "" if there is no such process. A later
-    process with the same number has another start time."""
+    """Returns the start time of process `pid` as text; "" if there is no such process. The start time tells
+    the process from a later process with the same number."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

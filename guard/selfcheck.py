@@ -1,4 +1,5 @@
-"""Does the engine sample from the policy that is trained? Compares their log-probs before the first step."""
+"""The self-check: compares the log-probs of engine and trainer before the first step. If they differ, the
+engine does not sample from the policy that is trained."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,11 +15,12 @@ from engine import Engine
 from model import logprobs
 from rollout import CHECK
 
-CHECK_TOKENS = 16  # tokens of a response in the self-check
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # mean |engine - trainer| log-prob, nats a token
+CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
+# Largest mean |engine - trainer| log-prob, in nats a token.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# The stages of the self-check. Each has: the moment, the factor on the weights, the direction of the prompts
-# (-1: tokens reversed), and likely causes of a failure.
+# The stages of the self-check, each with: the moment; the factor on the weights; 1 for the prompts, or -1 for
+# the prompts with their tokens in reverse order; likely causes of a failure.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -30,8 +32,8 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the weights of the policy. Returns one line: how closely engine and trainer agree.
-    Raises UserError where they disagree."""
+    """Run `selfcheck` with the weights of the policy. Returns a line of text: how closely engine and trainer
+    agree. Raises UserError if they disagree."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
@@ -41,7 +43,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     with dist.phase("selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # resets the timers, so that the first step does not count the self-check's seconds
+    dist.phase_seconds()  # resets the timers: the self-check's seconds are not part of the first step
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
                 "a fix of that, or --no-selfcheck to train anyway")
@@ -49,8 +51,9 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four are problems. The fifth has up to 300
-    tokens, so that it fills whole blocks of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs)."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four prompts are problems of the data. The
+    fifth has 300 tokens if the model's length allows it. So it fills at least one whole block of vLLM's
+    prefix cache (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -60,20 +63,21 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns 1. a description of the first disagreement of engine and trainer, or "", and 2. the largest
-    mean |engine - trainer| log-prob of a stage, in nats a token.
+    """Returns 1. a description of the first disagreement between engine and trainer, or ""; 2. the mean
+    |engine - trainer| log-prob in nats a token, the largest over stages 1, 2 and 4.
 
-    The engine answers the prompts (prompt_id -> tokens) four times, greedily and sampled:
+    The engine answers the prompts (prompt_id -> tokens) in four stages, each time greedily and sampled:
 
         1  after a first sync                prompts
         2  after sleeping and waking         prompts
-        3  after a sync of halved weights    reversed prompts, which no prefix cache has
+        3  after a sync of halved weights    reversed prompts, which are not in the prefix cache
         4  after a sync of the weights       reversed prompts
 
-    In stages 1, 2 and 4 the engine's log-probs must equal `trainer_logp(samples, temperature)`, a tensor of
-    (all tokens,). In stage 3 they must differ. `weights()` returns what `Engine.awake` takes. A disagreement
-    does not end the self-check, because the ranks of one engine must go through all stages together. The
-    self-check has its own random stream; the run itself does not change."""
+    In stages 1, 2 and 4 the engine's log-probs must agree with `trainer_logp(samples, temperature)`, a tensor
+    of shape (number of response tokens,). In stage 3 they must differ, because the trainer's weights are not
+    halved. `weights()` returns the weights for `Engine.awake`. A disagreement does not end the self-check,
+    because the ranks of one engine must go through all stages together. The self-check uses its own random
+    stream, so it does not change the run."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:
@@ -85,10 +89,10 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         for kind, samples, temperature, likely in (("greedy", greedy, 1.0, causes),
                                                    ("sampled", sampled, cfg.temperature, sampling)):
             logp = trainer_logp(samples, temperature).float().cpu().numpy()
-            if not samples:  # another rank of this engine has them
+            if not samples:  # another rank of this engine has the samples
                 continue
             gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
-            agree = bool(gaps.mean() <= limit)  # False where it is not a number
+            agree = bool(gaps.mean() <= limit)  # False also if the mean is NaN
             if scale == 1:
                 largest = max(largest, float(gaps.mean()))
             if agree != (scale == 1) and not first_error:

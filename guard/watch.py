@@ -1,4 +1,6 @@
-"""Ends a hang, and turns signals into a stop after whole steps. dist.py has the phases and the stop flag."""
+"""Ends a process that hangs, and turns a signal such as ctrl-C into a stop at the end of a step.
+
+dist.py measures the phases of a step and keeps the request to stop."""
 
 import atexit
 import contextlib
@@ -17,10 +19,10 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that detects a stall: a phase that takes longer than `limit` seconds on any rank. The
-    thread then prints the stacks of this process and ends the process with status 1. So a hang becomes a
-    restart, and every rank prints where it was."""
-    if CURRENT.limit:  # an earlier run of this process started the thread
+    """Start a thread that detects a stall: a phase takes longer than `limit` seconds on any rank. In a stall,
+    the thread prints the stacks of this process and ends the process with status 1. So torchrun can restart
+    a run that hangs, and the stacks of all ranks show the cause."""
+    if CURRENT.limit:  # an earlier run in this process has started the thread
         return
     CURRENT.limit = limit
     store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
@@ -29,12 +31,12 @@ def watch(limit: float) -> None:
         while not ended.wait(every) and td.is_initialized():
             try:
                 who = stalled_rank(store, limit)
-            except (RuntimeError, ValueError):  # the store is closed: another rank has ended
+            except (RuntimeError, ValueError):  # the store is closed, because another rank has ended
                 return
             if who:
                 print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
                              f"this rank is in phase {CURRENT.name}; its stacks:")
-                time.sleep(3 * every)  # so that the other ranks print their stacks too
+                time.sleep(3 * every)  # gives the other ranks time to print their stacks
                 os._exit(1)
 
     thread = threading.Thread(target=look, daemon=True, name="watch")
@@ -44,14 +46,14 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # At exit Python kills daemon threads. A thread killed inside the store's C++ code aborts the process, so
-    # the thread is ended first.
+    # Python kills its daemon threads at exit. If the thread is killed in the store's C++ code, the process
+    # aborts. So `end` stops the thread before.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns the rank that stalled first, with its host and phase, as text; "" if no rank has stalled. A
-    stalled rank reports itself in the store."""
+    """Returns a rank that has stalled, with its host and phase, as text; "" if no rank has stalled. If this
+    rank has stalled, reports it to the other ranks through the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -60,10 +62,11 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 
 def print_stacks(head: str) -> None:
-    """Print the stack of each thread of this process, innermost call first. Each line starts with the rank
-    and is one write, so the lines of several ranks do not mix."""
+    """Print `head` and the stack of each thread of this process, innermost call first. Each line starts with
+    the rank. Each line is written with one call, so the lines of several ranks do not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)  # reads no source file: a hanging disk may be the cause
+        # faulthandler reads no source file. So this works if a disk that hangs is the cause of the stall.
+        faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
     for line in [head, *lines]:
@@ -72,15 +75,18 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Inside, SIGTERM, SIGUSR1 and ctrl-C request a stop (`stop_requested`) instead of ending the process.
-    The process ends anyway, with status 1, after `grace` seconds or at a second ctrl-C."""
+    """Context in which SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
+    (dist.stop_requested). If the process does not leave the context within `grace` seconds, or at a second
+    ctrl-C, the process ends with status 1."""
     ended = threading.Event()
 
-    def request(number, frame):  # takes no lock: another signal may come while it runs
+    # Another signal may interrupt this handler. So it takes no lock, because it could wait for itself.
+    def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
-        elif number == signal.SIGINT and now - stop_signal[1] > 2:  # torchrun repeats the first ctrl-C
+        # torchrun sends the first ctrl-C twice, so a second one counts only after two seconds.
+        elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 
     def watch_grace():
