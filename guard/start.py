@@ -1,10 +1,13 @@
-"""Everything that refuses a run before it costs anything. Each check raises UserError, the same on every
-rank.
+"""The checks at the start of a run. A failed check raises UserError, the same on every rank.
 
-In the order of a start: the same program on all ranks; a folder that all ranks share and no other run uses
-(`preflight`); the same data and weights on all ranks (`check_same`); does the run fit on the devices and on
-the disk (`check_fit`); can the gold answers be graded (`check_gold`); does the engine sample from the
-policy that is trained (selfcheck.py); can the first responses teach anything (`first_look`)."""
+In the order of a start:
+
+    preflight       Do all ranks run the same program? Do they share a folder that no other run uses?
+    check_same      Do all ranks read the same data and weights?
+    check_fit       Does the run fit on the devices and on the disk?
+    check_gold      Can the gold answers be graded?
+    selfcheck.py    Does the engine sample from the policy that is trained?
+    first_look      Do some of the first responses score above 0?"""
 
 import fnmatch
 import hashlib
@@ -34,11 +37,11 @@ from tools import plan
 
 # --- the machines
 
-CODE = "", "engines", "grading", "guard", "tools"  # folders whose .py files are the program
+CODE = "", "engines", "grading", "guard", "tools"  # folders with the .py files of the program
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
-    """Raises UserError unless the layout, tp and shard_ranks can use `ranks` ranks."""
+    """Raises UserError if --layout, --tp or --shard_ranks does not allow this number of ranks."""
     nodes = (f"--nnodes {cfg.ranks // NODE} --nproc-per-node {NODE}" if cfg.ranks > NODE
              else f"--nproc-per-node {cfg.ranks}")
     require(cfg.ranks in (0, ranks),
@@ -51,11 +54,10 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """Returns 1. the run's folder as an absolute path and 2. the folder's lock.
+    """Returns 1. the run's folder as an absolute path; 2. the folder's lock, which rank 0 holds.
 
-    Checks that all ranks run the same program, that all ranks see the same folder and can write to it, that
-    no other run uses the folder, and that torz knows the models' families. Raises UserError, the same on
-    every rank, with host names."""
+    Raises UserError unless all ranks run the same program, all ranks see the same folder and can write to it,
+    no other run uses the folder, and torz supports the models' families. main: whether this is rank 0."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -64,7 +66,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(lambda: check_shared(folder, owner))
-        dist.together(lambda: model_shapes(cfg))  # refuses other families before their tokenizers are read
+        # Raises UserError for an unknown model family. This must come before its tokenizer is read.
+        dist.together(lambda: model_shapes(cfg))
     except UserError:
         lock.release()
         raise
@@ -72,8 +75,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 
 
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
-    """Make the run's folder and take its lock. Raises UserError where another run uses the folder, or where
-    it has files that this run would write over."""
+    """Make the run's folder and take its lock. Raises UserError if another run uses the folder, if it is not
+    empty under --resume never, or if it contains files that this run would overwrite."""
     folder = lock.file.parent
     try:
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -89,14 +92,15 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                         "folder") from None
 
 
-# Names that a run writes in its folder. A run replaces such files only in a folder that passes `is_run`.
+# Names of the files and folders that a run writes. A run overwrites them only in the folder of an earlier run
+# (`is_run`).
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
            "nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether torz has written to this folder before. Signs are the lock of a killed run, a run's
-    config.json, or a complete checkpoint."""
+    """Returns whether an earlier run has written to this folder: it contains the lock of a killed run, a
+    config.json of torz, or a complete checkpoint."""
     with suppress(OSError, ValueError):
         if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
             return True
@@ -104,8 +108,9 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError where this rank can't write to the folder, or where the path is another folder on this
-    host than on rank 0's host. `owner`: content of the lock that rank 0 wrote into the folder."""
+    """Raises UserError if this rank can't write to the folder, or if this host and the host of rank 0 see
+    different folders under its path. owner: the content of the lock file that rank 0 wrote into the
+    folder."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"this host doesn't see {folder} as rank 0 on {owner['host']} does", needed)
@@ -117,10 +122,11 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 
 
 def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
-    """Raises UserError, naming the hosts, unless the facts of every rank equal the facts of rank 0.
+    """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
-    facts: name -> text, for example the hash of a file. does: a verb for the message, as "runs" or "reads":
-    "not every rank reads what rank 0 reads". needed: what the user should do."""
+    does: a verb for the message, such as "reads": "not every rank reads what rank 0 reads"
+    facts: name -> text, for example the hash of a file
+    needed: what the user should do, for the message"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
     other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
@@ -130,8 +136,8 @@ def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
 
 def read_files(cfg: Config, problems: Sequence[Problem],
                held_out: Mapping[str, Sequence[Problem]]) -> dict[str, str]:
-    """Returns the fingerprints of this rank's problems and model folders. A model folder includes the
-    tokenizer."""
+    """Returns the facts for `check_same` about this rank's files: the fingerprints of its problems and of its
+    model folders, with their tokenizers."""
     models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
     return ({"--data": fingerprint(problems)}
             | {f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
@@ -139,14 +145,15 @@ def read_files(cfg: Config, problems: Sequence[Problem],
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Returns name and fingerprint of a complete checkpoint; "none" for None. Machines with separate disks
-    may have different checkpoints under one path."""
+    """Returns the name and a hash of a complete checkpoint, as text; "none" if `path` is None. The hash is
+    needed because machines with separate disks may have different checkpoints at the same path."""
     mark = (path / "COMPLETE").read_bytes() if path else b""
     return f"{path.name} {hashlib.sha256(mark).hexdigest()[:8]}" if path else "none"
 
 
 def program(cfg: Config) -> dict[str, str]:
-    """Returns the versions of the packages, and hashes of the code, the config and the reward files."""
+    """Returns the facts for `check_same` about the program: the versions of the packages, and the hashes of
+    the code, the config and the reward files."""
     code = hashlib.sha256()
     for file in sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py")):
         code.update(file.read_bytes())
@@ -155,22 +162,22 @@ def program(cfg: Config) -> dict[str, str]:
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raises UserError unless the folder's disk has space for `needed` bytes of checkpoints and exports."""
+    """Raises UserError unless the disk of `folder` has `needed` bytes for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    free = shutil.disk_usage(folder).free + used  # a save replaces old checkpoints
+    free = shutil.disk_usage(folder).free + used  # the run will delete its old checkpoints
     require(free >= needed, f"{gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)}, so a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns the shapes of 1. the policy and 2. the model that the critic starts from. Raises the UserErrors
-    of model.load_config."""
+    """Returns 1. the shape of the policy; 2. the shape of the model that the critic starts from. Raises
+    UserError if a model can't be read or its family is unknown."""
     paths = cfg.model, cfg.critic_model or cfg.model
     return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
 
 
 def check_critic(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError where the critic's model has another vocabulary than the policy."""
+    """Raises UserError if --critic_model and --model have different vocabularies."""
     path = cfg.critic_model
     if cfg.algo != "ppo" or path in ("", cfg.model):
         return
@@ -183,8 +190,8 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError for an unknown metric in --keep_best. Known are the metrics of the evaluation sets
-    `held_out`, and those training metrics of which a higher value is better."""
+    """Raises UserError if --keep_best matches no metric. It may name a metric of an evaluation set, or a
+    training metric for which higher is better. held_out: names of the evaluation sets."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
@@ -196,9 +203,9 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a case for tools/plan.py. Every rank returns the same case. Its memory sizes are the
-    smallest of all ranks' devices and hosts. `problems`: prompts of an epoch; the planned memory does not
-    depend on them."""
+    """Returns the run as a plan.Case, the same on every rank. Its memory sizes are the smallest ones of all
+    ranks' devices and hosts. problems: number of prompts of an epoch; 0 if unknown. The planned memory does
+    not depend on this number."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
@@ -208,8 +215,8 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> plan.Plan:
-    """Print the first section of the plan. Returns the whole plan. `problems`: prompts of an epoch. Raises
-    UserError, with a remedy, where the run does not fit the devices or the disk of --out."""
+    """Returns the run's plan (tools/plan.py), and prints its first section. problems: number of prompts of an
+    epoch. Raises UserError, with a remedy, if the run does not fit on the devices or on the disk of --out."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -222,16 +229,17 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # gold answers to check; a random sample if there are more
-GOLD_LIMIT = 0.01  # share of the checked gold answers that may fail
+GOLD_SAMPLE = 2_000  # a data set with more gold answers is checked by a random sample of this size
+GOLD_LIMIT = 0.01  # a run starts if at most this share of the checked gold answers can't be graded
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Callable[[str], None], refuse: bool = True) -> None:
-    """Print how many gold answers of the data set `name` can't be graded, and the first five of them.
+    """Print how many gold answers of the data set `name` can't be graded, and show the first five of them.
 
-    Raises UserError where their share is above GOLD_LIMIT, if `refuse` is true and --go is not given. The
-    ranks share the work. A gold answer that only a custom reward reads is not checked."""
+    Raises UserError if more than GOLD_LIMIT of the checked gold answers can't be graded, unless `refuse` is
+    False or --go is given. Each rank checks a part of them. Gold answers that are only given to a custom
+    reward are not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -247,17 +255,17 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns the indices of gold answers that can't be graded: no answer can equal the gold answer, or the
-    comparison with another answer raises an error. A comparison of the gold answer with itself would not
-    show the error, because equal texts are not parsed."""
+    """Returns those of `indices` whose gold answers can't be graded: no answer can equal the gold answer, or
+    its comparison with a wrong answer raises an error or times out. The gold answer is not compared with
+    itself, because equal texts are not parsed, and the error would not appear."""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # This wrong answer must reach the parser only if the gold answer is no plain number. For two
-            # integers, or two decimals, the grader sees without parsing that they differ.
+            # Two plain numbers are compared without math-verify. With any other gold answer, this wrong
+            # answer makes math-verify parse the gold answer.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -269,9 +277,10 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
 
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError for a part of --reward that no response can earn. The parts "format" and "tags" (from
-    Open-R1) need <think> in the response; a prompt that ends in <think> makes this impossible. The part
-    "length" compares the samples of one prompt, so it needs several."""
+    """Raises UserError for a part of --reward that no response can earn. A part is a term of the reward sum
+    that is not a grader. The parts "format" and "tags" (from Open-R1) need <think> in the response, but it is
+    not there if the prompt already ends with <think>. The part "length" compares the samples of a prompt, so
+    it needs several samples."""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
@@ -289,11 +298,13 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Callable[[str], None], errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with one response each, and how all responses were graded.
+    """Print three prompts of the first step with a response each, and the reasons of all grades.
 
-    Raises UserError, unless --go is given, where all responses score 0 or most were cut by length. All
-    samples of the step count, because a base model may be right only once in twenty samples.
-    errors: messages of the errors that this rank's grader met."""
+    Raises UserError if all responses score 0 or if more than half were cut by length, unless --go is given.
+    Looks at all samples of the step, because a base model may be right only once in twenty samples.
+
+    batch, samples: the prompts of the step, and this rank's graded responses
+    errors: messages of the errors in this rank's grader"""
     if dist.stop_requested():
         return
     shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
@@ -325,7 +336,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
 
 
 def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
-    """Returns text to print: a prompt, its response, and how the response was graded."""
+    """Returns three lines of text: a prompt, its response, and the grade of the response. Long texts are
+    shortened."""
     prompt = " ".join(tokenizer.decode(list(s.prompt)).split())
     if len(prompt) >= 400:
         prompt = f"{prompt[:200]} … {prompt[-190:]}"
