@@ -1,1 +1,1 @@
-"""Commands beside training: plan a run, report on it, evaluate a model, make a tiny one."""
+"""Commands besides training: plan a run, report on runs, evaluate models, pretrain the demo's tiny model."""

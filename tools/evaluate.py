@@ -3,8 +3,9 @@
     python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
     torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
 
-rollout.score_sets samples and grades, as it does in training. This file has the statistics (`std_error`,
-`summary`, `paired_differences`), the command line, and the results: tables, scores.json and samples.jsonl.
+rollout.score_sets samples and grades the responses; training evaluates with the same function. This file has
+the statistics (`std_error`, `summary`, `paired_differences`), the command line, and the code that writes
+tables, scores.json and samples.jsonl.
 """
 
 import functools
@@ -51,22 +52,23 @@ from rollout import (
 
 
 def std_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of `values`, one value for each of n problems. It is the
-    standard deviation (with n - 1) divided by √n. None for fewer than two values.
+    """Returns the standard error of the mean of n values, one value per problem: their standard deviation
+    (with n - 1 in its denominator) divided by √n. Returns None for fewer than two values.
 
-    If each value is the difference of two models on one problem, this is the paired standard error
+    If each value is the difference between two models on a problem, this is the paired standard error
     (arXiv 2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _estimates(metrics):
-    """Returns the mean and the standard error of each metric."""
+    """Returns metric -> its mean ("value") and standard error ("stderr"). metrics: metric -> one value per
+    problem."""
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
 def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) -> dict[str, Any]:
-    """Returns for each evaluation set: file, hash and number of its problems, samples a problem, and the
-    value and standard error of each metric."""
+    """Returns a dict for each evaluation set: its file, the hash and the number of its problems, the number
+    of samples per problem, and the value and standard error of each metric."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -75,11 +77,14 @@ def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) 
 
 def paired_differences(sets: Mapping[str, Sequence[Problem]], scores: Scores,
                        first_sets: Mapping[str, Sequence[Problem]], first_scores: Scores) -> dict[str, Any]:
-    """Returns for each set: the model's metrics minus the first model's metrics, with paired standard errors.
+    """Returns for each evaluation set a model's metrics minus the first model's metrics, with paired
+    standard errors.
 
-    sets, scores: problems and scores of the model. first_sets, first_scores: of the first model.
-    Only problems that both models have are compared. A model lacks a problem if the prompt is too long for
-    it."""
+    sets, scores: problems and scores of the model
+    first_sets, first_scores: problems and scores of the first model
+
+    Only problems that both models have are compared. A problem is left out for a model if its prompt is
+    longer than the model allows."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
@@ -94,7 +99,7 @@ def paired_differences(sets: Mapping[str, Sequence[Problem]], scores: Scores,
 
 
 def score_table(sets: Mapping[str, Any]) -> list[str]:
-    """Returns a table with the metrics of one model as lines. `sets`: what `summary` returned."""
+    """Returns the lines of a table with the metrics of one model. sets: the result of `summary`."""
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
@@ -104,8 +109,8 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table as lines: the avg@n of each model on each set, and the avg@n minus the first model's.
-    `results`: for each model, the content of its scores.json."""
+    """Returns the lines of a table: for each evaluation set and model the avg@n, and its difference from the
+    first model's avg@n. results: the content of each model's scores.json."""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
@@ -121,7 +126,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tail(text, width):
-    """Returns the last `width` characters of a text, padded with spaces to `width`."""
+    """Returns the last `width` characters of a text. A shorter text is padded with spaces to `width`."""
     return text[-width:].ljust(width)
 
 
@@ -136,7 +141,7 @@ EVAL_FLAGS = tuple("""
     template system_prompt extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
-""".split())  # the flags that an evaluation reads
+""".split())  # the flags that an evaluation uses
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
 Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
@@ -156,11 +161,11 @@ new or empty.
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line; ABOUT has the syntax.
+    """Returns a config for each model of the command line. ABOUT has the syntax.
 
-    With --template chat and without --stop, there are no stop strings: only the end token stops a response.
-    Raises UserError for wrong arguments and for flags that only training reads. --help prints the flags and
-    exits with status 0."""
+    With --template chat and without --stop, there are no stop strings, so only the end token stops a
+    response. Raises UserError for wrong arguments and for flags that only training uses. --help prints the
+    flags and exits with status 0."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -172,8 +177,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     require(bool(files), command, "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"{command}: the same model twice",
             "each model once")
-    # The preset limits prompt and response to 8192 tokens together. That could be less than
-    # --max_response_len, so the limit is removed here.
+    # The preset orz-7b limits prompt plus response to 8192 tokens. A user's --max_response_len may be larger,
+    # so --max_model_len 0 removes this limit.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
     for name in given:
@@ -186,7 +191,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def print_help() -> None:
-    """Print ABOUT, and the flags of an evaluation with their meanings and defaults."""
+    """Print ABOUT, then each flag of an evaluation with its meaning and default."""
     print(ABOUT)
     default = parse(["orz-7b", "--max_model_len", "0"])
     for name, meaning in meanings().items():
@@ -196,8 +201,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward has one grader for each row and nothing else. An evaluation reports
-    only the grader's value."""
+    """Raises UserError unless --reward names exactly one grader for each row. An evaluation reports only the
+    grader's value, so weights and further reward parts would have no effect."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -209,14 +214,14 @@ def check_reward(cfg: Config) -> None:
 
 
 def model_name(path: str) -> str:
-    """Returns the name of a model in the path of its result folder: the model's path with `--` for `/`. The
-    path starts at the working folder, or at the root if the model is outside the working folder."""
+    """Returns the name of a model's result folder: the model's path with `--` in place of `/`. The path is
+    relative if the model is inside the working folder, else absolute."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
     return inside.strip("/").replace("/", "--")
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Returns the folder for the results of cfg.model. `models`: number of models of the command. Raises
+    """Returns the folder for the results of cfg.model. models: how many models the command evaluates. Raises
     UserError unless the folder is new or empty."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
@@ -239,13 +244,13 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model to evaluate: config, tokenizer and problems. The weights are read later."""
+    """A model to evaluate, without its weights. `evaluate_all` reads the weights."""
 
-    cfg: Config  # model: as the user gave it
-    path: str  # the model's folder
+    cfg: Config  # cfg.model is the model as the user named it: a folder or an id of the Hub
+    path: str  # the model's folder on the disk
     tokenizer: Any
-    sets: dict[str, list[Problem]]
-    engine_key: tuple  # models with equal keys can share an engine
+    sets: dict[str, list[Problem]]  # name of an evaluation set -> its problems
+    engine_key: tuple  # models with equal keys can use the same engine
 
 
 def load_candidate(cfg: Config, say: Callable[[str], None]) -> Candidate:
@@ -258,8 +263,8 @@ def load_candidate(cfg: Config, say: Callable[[str], None]) -> Candidate:
 
 
 def engine_key(path: str, tokenizer: Any) -> tuple:
-    """Returns all properties of a model, except the weights, that an engine depends on: config, vocabulary
-    and end tokens."""
+    """Returns the properties of a model that an engine is made for: config, vocabulary and end tokens. Models
+    that differ only in their weights have the same key."""
     config = load_config(path)
     shape = config.to_dict()
     for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
@@ -269,12 +274,13 @@ def engine_key(path: str, tokenizer: Any) -> tuple:
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """Returns how a model is evaluated: model, tokenizer, flags, versions, date."""
+    """Returns the part of scores.json that says how a model is evaluated: model, tokenizer, flags, versions
+    and date."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": engine_kind(c.cfg, engine.device), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     used = {"math-verify": version_of("math-verify")}
-    if flags["engine"] == "vllm":  # version_of fails: vLLM's CPU build is a package of another name
+    if flags["engine"] == "vllm":  # `version_of` can't be used: vLLM's CPU build is a package of another name
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
             "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
@@ -286,8 +292,8 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
 
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
-    """Raises UserError in two cases: the engine can't run a model, or vLLM can't run all models in one
-    process. All models are checked before the first model is evaluated."""
+    """Raises UserError if the engine can't run one of the models, or if vLLM can't run all models in one
+    process. To be called before the first model is evaluated."""
     first = candidates[0]
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
@@ -299,11 +305,11 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
                  world: dist.World, say: Callable[[str], None]) -> None:
-    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model. At the end
-    rank 0 prints the comparison of the models.
+    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model, and a
+    comparison of the models at the end.
 
-    Consecutive models with the same engine_key share an engine. The old engine is freed before a new engine
-    is made."""
+    Consecutive models with the same engine_key use one engine. An engine is freed before the next engine is
+    made, because a GPU may not have memory for two."""
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:
@@ -341,7 +347,8 @@ def main(argv: Sequence[str]) -> None:
     candidates = [load_candidate(cfg, say_once) for cfg in cfgs]
     check_candidates(candidates, world)
     with make_grader(cfg) as grader:
-        for name, problems in candidates[0].sets.items():  # the other models have the same gold answers
+        # The gold answers are the same for all models, so those of the first model are checked.
+        for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
         dist.together(lambda: make_folders(folders if world.main else ()))
         evaluate_all(candidates, folders, grader, world, say)
