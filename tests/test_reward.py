@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, wait_until
 
 from configs import UserError
 from grading import worker
@@ -23,7 +24,6 @@ from grading.answers import extract_answer, grade
 from grading.worker import Grade, Grader
 from reward import think_then_answer
 
-ROOT = Path(__file__).resolve().parent.parent
 SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"
 
 
@@ -54,14 +54,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(true, seconds: float = 90.0) -> bool:
-    """Returns whether `true()` became true within `seconds`."""
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.02)
-    return true()
 
 
 def ready(grader: Grader, spec: str) -> bool:
@@ -132,14 +124,11 @@ def test_a_choice_is_one_letter():
     assert grade("D", "(D)", "choice") and not grade("", "", "choice")
 
 
-def test_exact_is_equal_text_and_an_unknown_kind_is_an_error():
+def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
     assert grade(" a b ", "a b", "exact") and not grade("A", "a", "exact") and not grade("1.0", "1", "exact")
     assert not grade("", "", "exact") and not grade(" ", "") and not grade("", "5")
     with pytest.raises(UserError, match="maths.*needed: one of math, choice, exact"):
         grade("1", "1", "maths")
-
-
-def test_a_graders_unknown_kind_is_an_error_whatever_the_response_is(grader):
     for response in ("no answer", "<answer>\\boxed{1}</answer>"):
         with pytest.raises(UserError, match="answer kind 'vibes' is unknown; needed: one of math"):
             grader.submit(0, response, "1", True, "vibes")
@@ -157,18 +146,6 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 
 
 # --- The Grader.
-
-def test_right_answers_are_right_under_load():
-    """The workers get 80 different answers at once. Waiting in the queue changes no grade."""
-    n = 80
-    cases = [(rf"\frac{{{i}x}}{{7001}}", rf"\frac{{x}}{{7001}} \cdot {i}") for i in range(20, 20 + n)]
-    assert all(worker.quick_grade(a, b) is None for a, b in cases)
-    with Grader(workers=2, deadline=20) as grader:
-        for i, (answer, gold) in enumerate(cases):
-            grader.submit(("load", i), boxed(answer), gold, True)
-        grades = grader.results()
-    assert len(grades) == n and {g.reason for g in grades.values()} == {"correct"}, grader.errors
-
 
 def test_waiting_in_the_queue_does_not_count(custom):
     """One worker works for 3 s in total. Each answer takes 0.25 s, far below the limit of 2 s."""
@@ -252,21 +229,25 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\); needed: path/to/file.py:function"),
     ("{dir}/bad.py:score", r"can't be read .*bad.py, line 1"),
 ])
-def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message):
+@pytest.mark.parametrize("environment", [False, True])
+def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
+    """--reward and --env refuse the same mistakes."""
     custom("def score(response, answer, kind): return 1\nraise SystemExit('the trainer must not run this')")
     (tmp_path / "bad.py").write_text("def score(")
+    spec = spec.format(dir=tmp_path)
     with pytest.raises(UserError, match=message) as error:
-        Grader(customs=[spec.format(dir=tmp_path)])
+        Grader(env=spec) if environment else Grader(customs=[spec])
     assert "\n" not in str(error.value)
 
 
 def test_custom_reward(custom):
-    """The function gets the whole response. An exception, print or exit fails only that one answer."""
+    """The function gets the whole response. An exception, print or exit fails only that one answer. An error
+    of several lines becomes one line, because an alarm is one line."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
             if response == "raise":
-                raise KeyError("mine")
+                raise LookupError("a\\n\\n  b\\u2028c")
             if response == "exit":
                 os._exit(3)
             if response == "hang":
@@ -296,16 +277,9 @@ def test_custom_reward(custom):
     assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
-    assert set(grader.errors) == {"KeyError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
+    assert "LookupError: a b c" in grader.new_errors()
+    assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
                                   "OverflowError"}
-
-
-def test_an_error_of_several_lines_is_told_in_one(custom):
-    """An error of several lines becomes one line, because an alarm is one line."""
-    spec = custom("def score(response, answer, kind): raise ValueError('a\\n\\n  b\\u2028c')")
-    with Grader(customs=[spec], compares=False) as grader:
-        grader.submit(0, "5", "5", True, custom=spec)
-        assert grader.results()[0].reason == "error" and grader.new_errors() == ["ValueError: a b c"]
 
 
 # What a reward file may import from its folder: a module, a package, a folder, a module at call time, and
