@@ -81,13 +81,6 @@ def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
                 close("return = score", returns[first], rewards[first:end].sum())
 
 
-def test_gae_of_a_pack_of_one_masked_token_is_zero():
-    """A rank with fewer samples than the others runs such filler packs."""
-    token, cu = torch.ones(1), torch.tensor([0, 1], dtype=torch.int32)
-    adv, ret = ppo.gae(token, token, cu, torch.tensor([False]))
-    assert adv.tolist() == ret.tolist() == [0]
-
-
 def test_whitening_uses_the_stats_of_all_packs():
     for seed in range(CASES):
         mask, _, g = ragged(seed)
