@@ -1,8 +1,6 @@
 """Functions that tests run inside ranks: processes with torchrun's environment (see conftest.py)."""
 
 import ctypes
-import dataclasses
-import json
 import os
 import signal
 import sys
@@ -28,11 +26,10 @@ import dist
 import model
 import train
 from engines import vllm_engine
-from guard import lock
 from guard.selfcheck import selfcheck
 from guard.start import check_gold
 from guard.watch import watch
-from rollout import make_grader, rollout
+from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
@@ -149,6 +146,15 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+def message_of(function, *args) -> str:
+    """Call function(*args). Returns the message of the user error that it raises, or ""."""
+    try:
+        function(*args)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
 def resolved(name: str) -> str:
     """Returns the result or the error of model.resolve."""
     dist.init("cpu", "float32")
@@ -182,26 +188,7 @@ def main(cfg, with_report: bool = False) -> str:
     """Train. Returns a user error's message, or "". Writes no report, which saves one second a run."""
     if not with_report:
         train.report.write_report = lambda folder: None  # the process ends after this run
-    try:
-        train.main(cfg)
-    except UserError as e:
-        return str(e)
-    return ""
-
-
-def restored(cfg, out) -> dict:
-    """Resume from the newest checkpoint of `out`. Returns the number of finished steps, and by name the
-    unsharded weights and optimizer tensors."""
-    policy, critic, _ = train.load_models(cfg, dist.init("cpu", "float32"))
-    models = {role.name: (role.model, role.optimizer) for role in (policy, critic)}
-    path = ckpt.find(out, "auto")
-    facts = json.loads((path / "state.json").read_text())
-    config = dataclasses.asdict(cfg.with_steps(0))
-    step = ckpt.resume(path, models, facts | {"config": config})
-    tensors = {}
-    for name, pair in models.items():
-        tensors |= {f"{name}.{k}": full(v) for k, v in ckpt.tensors_of(*pair).items()}
-    return {"step": step} | tensors
+    return message_of(train.main, cfg)
 
 
 def prepared(cfg) -> dict | str:
@@ -217,10 +204,22 @@ def prepared(cfg) -> dict | str:
     return {"start": run.start} | tensors
 
 
-def stopped(cfg, after: int) -> str:
-    """Train. The last rank gets SIGUSR1 when `after` steps are in the metrics."""
+def has_steps(cfg, count: int) -> bool:
+    """Returns whether `count` steps are in the metrics of a run."""
+    return sum("reward" in r for r in read_metrics(Path(cfg.out))) >= count
+
+
+def samples_for_a_second() -> bool:
+    """Returns whether this rank began to sample one second ago."""
+    if sampling := dist.CURRENT.name == "rollout":
+        time.sleep(1)
+    return sampling
+
+
+def stopped(cfg, due, *args) -> str:
+    """Train. The last rank gets SIGUSR1 when due(*args) is true. Other ranks get no signal."""
     def send() -> None:
-        while sum("reward" in r for r in read_metrics(Path(cfg.out))) < after:
+        while not due(*args):
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -262,24 +261,8 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
     left = update(float("nan")) and not policy.optimizer.state
     moved = not update(1.0) and policy.skipped == 0
-    try:
-        update(float("inf")), update(float("nan")), update(float("nan"))
-    except UserError as e:
-        return left, moved, str(e)
-    return left, moved, ""
-
-
-def stopped_in_resampling(cfg) -> str:
-    """Train. Rank 1 gets SIGUSR1 one second after it began to sample. Rank 0 gets no signal."""
-    def send() -> None:
-        while dist.CURRENT.name != "rollout":
-            time.sleep(0.01)
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    if os.environ["RANK"] == "1":
-        threading.Thread(target=send, daemon=True).start()
-    return main(cfg)
+    update(float("inf")), update(float("nan"))
+    return left, moved, message_of(update, float("nan"))
 
 
 def gap_checked(cfg, gap: float) -> str:
@@ -287,17 +270,7 @@ def gap_checked(cfg, gap: float) -> str:
     dist.init("cpu", "float32")
     meter = Meter()
     meter.add("logp_gap/mean", gap, 1)
-    try:
-        train.check_gap(meter, cfg)
-    except UserError as e:
-        return str(e)
-    return ""
-
-
-def with_heartbeat(cfg, seconds: float) -> str:
-    """Train, and renew the folder's lock every few seconds."""
-    lock.HEARTBEAT = seconds
-    return main(cfg)
+    return message_of(train.check_gap, meter, cfg)
 
 
 def stalled() -> None:
@@ -383,20 +356,11 @@ def engine_samples(cfg, prompts, env: str) -> dict:
 def mistakes(commands: list[list[str]]) -> list[str]:
     """Returns the error message of each command line. vLLM counts as not installed."""
     sys.modules["vllm"] = None  # importing it raises ImportError
-    messages = []
-    for argv in commands:
-        try:
-            train.main(parse(argv))
-            messages.append("")
-        except UserError as e:
-            messages.append(str(e))
-    return messages
+    return [message_of(lambda words: train.main(parse(words)), argv) for argv in commands]
 
 
 def first_rows(cfgs):
     """Train the runs one after the other in this process. Returns the metrics of each run."""
-    from log import read_metrics
-
     out = []
     for cfg in cfgs:
         main(cfg)
@@ -404,20 +368,22 @@ def first_rows(cfgs):
     return out
 
 
-def gold_check(cfg) -> list[str]:
-    """Returns the result of check_gold for cfg's data, and its error message if it raises."""
-    from rollout import load_sets
+def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
+    """Returns what check_gold says about cfg's data. Its error message comes last, after "refused: "."""
+    problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
+    try:
+        check_gold("--data", problems, grader, cfg, world, said.append)
+        for name, part in load_sets(cfg, tokenizer, str).items():
+            check_gold(name, part, grader, cfg, world, said.append, refuse=False)
+    except UserError as e:
+        said.append(f"refused: {e}")
+    return said
 
-    world, said = dist.init("cpu", "float32"), []
-    tokenizer = model.load_tokenizer(cfg.model)
-    problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
-    held_out = load_sets(cfg, tokenizer, lambda text: None)
+
+def gold_check(cfg) -> list[str]:
+    """Returns gold_messages with a new grader."""
+    world = dist.init("cpu", "float32")
     with make_grader(cfg) as grader:
-        try:
-            check_gold("--data", problems, grader, cfg, world, said.append)
-            for name, part in held_out.items():
-                check_gold(name, part, grader, cfg, world, said.append, refuse=False)
-        except UserError as e:
-            said.append(f"refused: {e}")
+        said = gold_messages(cfg, model.load_tokenizer(cfg.model), grader, world)
     dist.gather(None)
     return said

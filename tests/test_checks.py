@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from conftest import ROOT, maths, run_ranks, start_ranks
+from conftest import ROOT, maths, run_ranks, start_ranks, wait_until
 
 import ckpt
 import dist
@@ -117,8 +117,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"))
     processes, folder = start_ranks(2, ranks.main, cfg)
     with folder:
-        while not (tmp_path / "o" / "metrics.jsonl").exists():
-            time.sleep(0.01)
+        assert wait_until((tmp_path / "o" / "metrics.jsonl").exists)
         said, = run_ranks(1, ranks.main, cfg)
         assert f"{tmp_path}/o is in use by process {processes[0].pid} on {HOST}; needed: " in said
         for p in processes:
@@ -134,8 +133,7 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
-        while not (tmp_path / "o" / "lock").exists():
-            time.sleep(0.01)
+        assert wait_until((tmp_path / "o" / "lock").exists)
         processes[0].kill()
         processes[0].join()
     assert run_ranks(1, ranks.main, cfg) == [""]
@@ -169,13 +167,13 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
     assert time.monotonic() - began < 10 and json.loads(file.read_text())["pid"] == 7
 
 
-def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path):
+def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
     """A run that lost its folder's lock, for example while the host slept, ends and writes nothing."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
-    (process,), folder = start_ranks(1, ranks.with_heartbeat, cfg, 0.1)
+    monkeypatch.setattr("guard.lock.HEARTBEAT", 0.1)
+    (process,), folder = start_ranks(1, ranks.main, cfg)
     with folder:
-        while not (tmp_path / "o" / "metrics.jsonl").exists():
-            time.sleep(0.01)
+        assert wait_until((tmp_path / "o" / "metrics.jsonl").exists)
         locked(tmp_path / "o")
         process.join(30)
         assert process.exitcode == 1
@@ -223,7 +221,7 @@ def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()
-    assert run_ranks(2, ranks.stopped_in_resampling, cfg) == ["", ""]
+    assert run_ranks(2, ranks.stopped, cfg, ranks.samples_for_a_second) == ["", ""]
     assert time.monotonic() - began < 60
     assert ckpt.complete(tmp_path / "o") == read_metrics(tmp_path / "o") == []
 

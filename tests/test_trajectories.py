@@ -17,7 +17,7 @@ import data
 import dist
 import model
 import rollout
-from configs import PRESETS, UserError
+from configs import PRESETS
 from data import Problem
 from engine import first_stop
 from engines.torch_engine import TorchEngine
@@ -293,18 +293,6 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
     assert ckpt.read_carried(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    (dict(carry=0.25), "--carry 0.25 without --round_len"),
-    (dict(round_len=4, carry=0.25, tis_clip=None), "not corrected; needed: --tis_clip 2"),
-    (dict(round_len=49), "--round_len 49 with .* has at most 48 tokens; needed: at most --round_len 48"),
-    (dict(round_len=48, carry=0.25), "--round_len 48 with --carry 0.25, .*; needed: at most --round_len 47"),
-    (dict(round_len=4, carry=0.25, resample_rounds=1), "--carry 0.25 with --resample_rounds 1"),
-    (dict(round_len=4, carry=9.0), "--carry is 9.0")])
-def test_what_does_not_go_together_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
-        dataclasses.replace(PRESETS["tiny-grpo"], **changes)
-
-
 # --- whole runs
 
 
@@ -325,25 +313,21 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
     assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
 
 
-@pytest.mark.parametrize("world", [2, 1])
-def test_a_carrying_run_goes_on_as_if_never_stopped(carrying, whole, tmp_path, world):
-    """The checkpoint after step 2 has trajectories. The resumed run is bitwise equal on the same ranks, and
-    has equal rewards on one rank."""
-    out, rows, weights = whole
+def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
+    """The checkpoint after step 2 has trajectories. The resumed run has the uninterrupted run's rewards."""
+    out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)
     assert ckpt.read_carried(ckpt.step_folder(tmp_path / "b", 2))
-    other_rows, other = run(carrying, tmp_path / "b", ranks=world)
-    if world == 2:
-        assert maths(other_rows) == maths(rows)
-        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    other_rows, _ = run(carrying, tmp_path / "b", ranks=1)
     assert [row.get("reward") for row in other_rows] == pytest.approx([row.get("reward") for row in rows])
 
 
 def test_a_carrying_run_that_is_stopped_while_it_samples_ends_the_same(carrying, whole, tmp_path):
+    """The resumed run equals the uninterrupted run, bit by bit."""
     _, rows, weights = whole
     stopping = dataclasses.replace(carrying, out=str(tmp_path / "s"))
-    assert run_ranks(2, ranks.stopped, stopping, 1) == ["", ""]
+    assert run_ranks(2, ranks.stopped, stopping, ranks.has_steps, stopping, 1) == ["", ""]
     assert len(read_metrics(tmp_path / "s")) < len(rows)
     other_rows, other = run(carrying, tmp_path / "s", ranks=2)
     assert maths(other_rows) == maths(rows) and all(torch.equal(weights[k], other[k]) for k in weights)
