@@ -1,17 +1,20 @@
 """Every row is read right, or refused in one line with file and row. Files, templates, gold answers."""
 
-import hashlib
 import json
 import random
 import re
 from collections import Counter
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import ranks
 import torch
-from conftest import ROOT, run_ranks
+from conftest import run_ranks
+from tokenizers.processors import TemplateProcessing
 
 import data
 import dist
@@ -20,7 +23,6 @@ from configs import PRESETS, UserError
 from grading import rows
 from grading.rows import ROW
 from grading.worker import Grader
-from guard.start import check_gold
 from model import load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
@@ -206,16 +208,13 @@ def test_a_row_of_every_format_is_read(line, form, tmp_path):
 
 def write_parquet(path: Path, line: str) -> None:
     """Write one row as Parquet. Skips rows that Parquet can't hold: lists, and numbers as text."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     row = json.loads(line) if "777" not in line else []
     if not isinstance(row, dict) or any(isinstance(v, list) and v and len({type(x) for x in v}) > 1
                                         for v in row.values()):
         pytest.skip("not a Parquet row")
     if any(s in line for s in ("1.10", "1e3", "0.30", "-0}")):
         pytest.skip("a number that Parquet doesn't keep as text")
-    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), path)
+    parquet.write_table(pa.Table.from_pylist([row]), path)
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=range(len(REFUSED)))
@@ -256,29 +255,23 @@ def test_several_data_sets_of_a_row_are_refused(value):
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
     """All rows share columns, so a missing field is null. Integers of a column with nulls may become floats.
     Decimals keep their places."""
-    pa = pytest.importorskip("pyarrow")
-    from decimal import Decimal
-
-    import pyarrow.parquet
-
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
     table = pa.Table.from_pylist(mixed, pa.schema([
         ("prompt", pa.list_(pa.struct([(n, pa.string()) for n in ("role", "content", "from", "value")]))),
         ("answer", pa.string()), ("choices", pa.struct([(n, pa.string()) for n in "ABC"]))]))
-    pyarrow.parquet.write_table(table, tmp_path / "mixed.parquet")
+    parquet.write_table(table, tmp_path / "mixed.parquet")
     found = [r for _, r in rows.problem_rows(str(tmp_path / "mixed.parquet"), "math")]
     assert [(r.text, r.answer, r.kind) for r in found] == [
         (Q, "2", "math"), (f"{Q}\nA. x\nB. y", "B", "choice")]
-    columns = {"float": pa.array([2.0, 0.5, float("nan")]), "decimal": pa.array([Decimal("1.10")] * 3),
-               "int": pa.array([2, -3, None])}
-    expected = {"float": ["2", "0.5", None], "decimal": ["1.10"] * 3, "int": ["2", "-3", None]}
-    for name, column in columns.items():
-        pyarrow.parquet.write_table(pa.table({"prompt": [Q] * 3, "answer": column}), tmp_path / name)
-        (tmp_path / name).rename(tmp_path / f"{name}.parquet")
-        reader = rows.problem_rows(str(tmp_path / f"{name}.parquet"), "math")
-        for want in expected[name]:
+    columns = (([2.0, 0.5, float("nan")], ["2", "0.5", None]), ([2, -3, None], ["2", "-3", None]),
+               ([Decimal("1.10")] * 3, ["1.10"] * 3))
+    for column, expected in columns:
+        path = str(tmp_path / "column.parquet")
+        parquet.write_table(pa.table({"prompt": [Q] * 3, "answer": column}), path)
+        reader = rows.problem_rows(path, "math")
+        for want in expected:
             if want is None:
                 with pytest.raises(UserError, match=r"\.parquet row 3 has no answer"):
                     next(reader)
@@ -392,8 +385,6 @@ def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path
     cfg = replace(CFG, template="chat" if "{" in template else template)
     tokenizer.chat_template = template
     if template == "plain":
-        from tokenizers.processors import TemplateProcessing
-
         assert len(load(path, tokenizer, cfg)) == 1
         eos = tokenizer.eos_token, tokenizer.eos_token_id
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$0 <eos>", special_tokens=[eos])
@@ -459,19 +450,10 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function: check_gold's result on a config's data, on one rank, and its error message."""
+    """Returns a function: ranks.gold_messages of a config, on one rank. All calls share a grader."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
-        def check(cfg) -> list[str]:
-            problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
-            try:
-                check_gold("--data", problems, grader, cfg, world, said.append)
-                for name, part in rollout.load_sets(cfg, tokenizer, str).items():
-                    check_gold(name, part, grader, cfg, world, said.append, refuse=False)
-            except UserError as e:
-                said.append(f"refused: {e}")
-            return said
-        yield check
+        yield lambda cfg: ranks.gold_messages(cfg, tokenizer, grader, world)
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
@@ -513,7 +495,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 # --- order and weights
 
 
-def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
+def test_order_and_batches_are_those_of_earlier_versions():
     """A resumed run of an earlier version draws the same prompts as with that version."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
@@ -525,13 +507,6 @@ def test_order_and_batches_are_those_of_earlier_versions(tokenizer):
            for i, w in enumerate([2.0] * 3 + [1.0] * 4 + [0.5] * 6)]
     assert [int(p.text) for s in range(5) for p in data.batch_at(mix, s, cfg)] == [
         2, 3, 5, 10, 1, 0, 4, 1, 0, 8, 2, 12, 6, 1, 12, 3, 9, 0, 7, 2, 6, 2, 0, 1, 5]
-    files = [f"{ROOT}/eval_sets/{name}.json" for name in ("aime2024", "gpqa_diamond")]
-    cfg = replace(cfg, max_prompt_len=8192, max_response_len=100, pack_len=20000)
-    problems = data.load_problems(files, tokenizer, cfg, str)
-    batches = [p.text for s in range(60) for p in data.batch_at(problems, s, cfg)]
-    replacements = [p.text for s in range(60) for p in data.replacement_batch(problems, s, 1, cfg)]
-    for texts, digest in ((batches, "277f29814d789b5f"), (replacements, "8252e263a051d2e0")):
-        assert hashlib.sha256("|".join(texts).encode()).hexdigest().startswith(digest)
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
