@@ -120,7 +120,7 @@ from rollout import (
 )
 from tools import plan, report
 
-SAVED_PROMPTS = 8  # --save_samples some: samples of this number of prompts are written to samples/
+SAVED_PROMPTS = 8  # --save_samples some writes the samples of the first 8 prompts of a step
 Minibatches = list[list[Pack]]  # this rank's packs of one step: a list of packs for each minibatch
 
 
@@ -582,7 +582,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
     3. lengths (S,): lengths[i] is the length of sample number i, in tokens.
 
     n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
-    # If no sample were missing, a sample's place would be its number.
+    # A sample's place is the number that it would have if no sample were missing.
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
@@ -748,8 +748,8 @@ def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
 
 
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
-    """Add the metrics logp_gap/… and tis/…. logp_gap is |trainer's - engine's log-prob| of a token, in nats.
-    tis is the importance weight of a token (see `mismatch_weight`).
+    """Add the metrics logp_gap/… and tis/…. logp_gap is |trainer log-prob - engine log-prob| of a token, in
+    nats. tis is the importance weight of a token (see `mismatch_weight`).
 
     logp (T,): log-probs of the policy before the step's first update.
 
@@ -763,12 +763,12 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer's log-prob - engine's log-prob| exceeds --max_logp_gap nats.
-    The check runs before the policy's optimizer step. So no checkpoint has a policy that learned from such
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
+    check runs before the policy's optimizer step. So no checkpoint has a policy that learned from such
     samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
-    require(gap <= cfg.max_logp_gap,  # False if the gap is NaN
+    require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
             f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
             f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
             "cache, another temperature, another dtype",
