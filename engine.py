@@ -46,8 +46,8 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory use at one moment. It is read from the device, not from torch's memory statistics: these also
-    count the tensors of a sleeping engine, which use no memory."""
+    """Memory use at one moment. torch's memory statistics are not used, because they also count the tensors
+    of a sleeping engine. These tensors use no memory."""
 
     held: float  # GiB that all processes use on the GPU; on a CPU: GiB of host memory that this process uses
     seconds: float  # time since the previous reading
@@ -222,8 +222,8 @@ class Engine(abc.ABC):
                 "generate inside `with engine.awake(full_weights(policy), version=step)`")
 
     def counted_weights(self, weights: Weights) -> Weights:
-        """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such
-        name, or if names are missing at the end."""
+        """Yields the weights unchanged, and adds up their size in self.ledger.bytes. Raises RuntimeError if a
+        name comes twice, if the model has no such name, or if names are missing at the end."""
         missing, self.ledger.bytes = dict.fromkeys(self.names), 0
         for name, tensor in weights:
             if name not in missing:

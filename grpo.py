@@ -49,13 +49,14 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: true if the n rewards of a prompt differ. Only then the prompt has a gradient (DAPO,
-    eq. 11). rewards: (P, n)."""
+    """Returns (P,) bool: true if the n rewards of a prompt differ. A prompt with equal rewards has no
+    gradient (DAPO, eq. 11). rewards: (P, n)."""
     return (rewards != rewards[:, :1]).any(1)
 
 
 def batch_std(total: Tensor) -> float:
-    """Returns 1e-6 + the standard deviation of the step's advantages (ScaleRL, 2510.13786). Their mean is 0.
+    """Returns 1e-6 + the standard deviation of the step's advantages (ScaleRL, 2510.13786), whose mean
+    is 0.
 
     total (2,): the number of advantages and the sum of their squares, over the step's samples on all ranks.
     """

@@ -1,4 +1,4 @@
-"""Writes all output of a run except checkpoints: metrics, TensorBoard, trackers, samples, bars and alarms.
+"""Writes the output of a run, except checkpoints: metrics, samples, alarms, progress bars, TensorBoard.
 
 Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums the numerators and the
 denominators over the ranks, and then divides. So a metric is never a mean of means. On rank 0, the `Logger`
@@ -51,8 +51,8 @@ class Meter:
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
         """Add to the metric `name`. With `count` the metric is a mean: `total` is added to its numerator and
-        `count` to its denominator. A mean with denominator 0 is not logged. Without `count` the metric is the
-        sum of all `total`."""
+        `count` to its denominator. A mean with denominator 0 is not logged. Without `count` the metric is a
+        sum, and `total` is added to it."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
@@ -74,8 +74,10 @@ class Meter:
         self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns name -> value of all metrics, over all ranks. all_sum and all_max: functions that return
-        the sum or the maximum of a tensor over the ranks. all_max is not called without an `add_max`."""
+        """Returns name -> value of all metrics, over all ranks.
+
+        all_sum, all_max: functions that return the sum and the maximum of a tensor over the ranks. If add_max
+        was never called, all_max is not called."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -172,7 +174,7 @@ def repeat_score(text: str) -> float:
 
 # --- the run's folder
 
-STEP_LINE = {  # metric -> how the line that is printed after each step shows it
+STEP_LINE = {  # metric -> its format in the line that is printed after each step
     "reward": "reward {:.3f}", "response_len": "len {:.0f}", "entropy": "ent {:.2f}",
     "truncated": "trunc {:.0%}", "logp_gap/mean": "gap {:.0e}", "time/step": "{:.1f} s"}
 
@@ -266,14 +268,15 @@ class Logger:
 
     def _write(self, step):
         """Write the rows in `unwritten` to TensorBoard and metrics.jsonl. If the disk is full, keep the rows
-        and raise an alarm. The next step, or `close`, tries again."""
+        and log an alarm. The next step, or `close`, tries again."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                if self.writer is None:  # purge_step hides rows of an interrupted run from this step on
+                # purge_step: TensorBoard hides what an interrupted run wrote for this step and later steps.
+                if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
                 self.writer.file_writer.add_summary(Summary(value=values), row["step"])  # one event per row
@@ -440,7 +443,8 @@ class WandbTracker(Tracker):
         if samples:
             table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        self.run.log(values, step=row["step"], commit=True)  # without it, wandb holds the row until the next
+        # commit=True: otherwise wandb sends the row only when it gets the next one.
+        self.run.log(values, step=row["step"], commit=True)
 
     def finish(self, run_failed: bool) -> None:
         """End the run at wandb."""

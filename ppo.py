@@ -92,9 +92,9 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
 
-    logp, ref (T,): log-probs of the policy's and the ref's model. The policy must have sampled the tokens.
-    `estimator`: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
-    name.
+    logp (T,): log-probs of the policy, which must have sampled the tokens. ref (T,): log-probs of the
+    reference model. estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises
+    ValueError for another name.
     """
     d = logp - ref
     if estimator == "k1":

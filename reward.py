@@ -1,6 +1,6 @@
-r"""Rewards: reads the flag --reward, computes rewards for a response's format, and tries a reward on a file.
+r"""Rewards: reads the flag --reward, computes rewards for a response's format, and grades files as a test.
 
-    python reward.py RESPONSES.jsonl --extractor boxed              # try a reward on a file of responses
+    python reward.py RESPONSES.jsonl --extractor boxed              # grade a file of responses
     with Grader(workers=2) as grader:                               # in a training loop
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
@@ -93,8 +93,8 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how to compare the answer of a data row that does not say it: the first of KINDS in --reward,
-    or "math"."""
+    """Returns how answers are compared if the data row does not say how: the first of KINDS in --reward, or
+    "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
@@ -142,8 +142,8 @@ def _responses(path):
 
 def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
-    """Grade a file of responses. Print how many are correct, wrong, unparsed and so on, the mean reward, the
-    seconds, and the first three responses without a right answer.
+    """Grade a file of responses. Print the number of responses for each outcome (correct, wrong, …), the mean
+    reward, the seconds, and the first three responses that are wrong or have no answer.
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,

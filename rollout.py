@@ -128,7 +128,7 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, also sets
     in_loss to False for truncated samples. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:  # nothing to change; so in most presets
+    if not weights and not cfg.mask_truncated:  # most presets: no sample changes
         return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
@@ -253,8 +253,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Append a segment, which is the tokens of this round, to its trajectory `before`. Returns True if
-        the trajectory's turn ended."""
+        """Append `segment` (a Sample with the tokens of this round) to its trajectory `before`. Returns True
+        if the trajectory's turn ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         key = s.prompt_id, s.sample_id
         del self.open[key]
@@ -445,8 +445,8 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
     prompt are on one rank.
 
     With at least PROMPTS_PER_ENGINE prompts per engine, all samples of a prompt go to one rank, so that only
-    one engine computes the prompt. With fewer prompts, samples are distributed one by one. Otherwise a prompt
-    with long responses could keep one engine busy while the other engines wait."""
+    one engine computes the prompt. With fewer prompts, the samples of a prompt are spread over the ranks.
+    Then the engines finish at about the same time, even if one prompt has very long responses."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}

@@ -35,13 +35,14 @@ from model import Policy, Segments, has_window, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response so far. A column is one token.
+    """The KV cache. A row has the tokens of a prompt and of its response so far, one token in each column.
 
     Shape for each layer: (2, capacity, Hkv, columns, d), where 2 is keys and values, capacity is the largest
     number of rows, Hkv is the number of key heads, and d is the size of a head."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """Allocate memory for R rows, one for each distinct prompt, that may become `capacity` rows.
+        """Allocate memory. The cache starts with R rows, one for each distinct prompt, and later has up to
+        `capacity` rows.
 
         lengths (R,): number of tokens of each prompt. steps: largest number of tokens that are sampled after
         a prompt. like: a tensor with the cache's dtype and device."""
@@ -200,8 +201,8 @@ class TorchEngine(Engine):
     def _wave(self, wave, requests, limits, temperature, key):
         """Decodes the requests with the keys `wave` as one batch. Yields each response when it ends.
 
-        In the code, B is the number of unfinished responses, and where[j] is the cache row of unfinished
-        response j."""
+        In the code, B is the number of unfinished responses. where[j] is the row of the cache that unfinished
+        response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
