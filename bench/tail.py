@@ -1,12 +1,17 @@
-"""Seconds of rollouts with a few long responses: sampled whole, in rounds (--round_len), carried (--carry).
+"""Simulates rollouts in which a few responses are much longer than the others, under rules for the long ones.
 
-    python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100, by the plan's speeds; two minutes
+    python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-A simulator. It knows the engines' cost of a decoding step by batch and context, and a distribution of
-lengths. It runs the rules of sampling in rounds on them: who goes on where, when a step has enough samples,
-what is carried. With `one round`, as long as the longest response, the samples of a prompt are dealt to all
-engines, and stay there. `ideal` is what no rule reaches: all engines always decode a full batch. `idle` is
-the share of the engines' seconds in which they wait for others. --out takes a JSON line a rule.
+The simulator knows the cost of a decoding step, by batch size and context. It takes an H100's speeds from
+tools/plan.py. Response lengths are random. The rules:
+    whole       each response is sampled to its end by one engine
+    one round   --round_len as long as the longest response: like `whole`, plus the messages of a round
+    rounds      --round_len: after each round, unfinished responses move to balance the engines
+    carry X     --round_len and --carry: the next step continues unfinished responses with new weights
+    ideal       a lower bound that no rule reaches: all engines always decode a full batch
+
+Prints for each rule the seconds of a rollout, and `idle`: the share of the engines' time in which they wait
+for other engines. --out writes one JSON line per rule.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from statistics import fmean
 
 import numpy as np
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; as a rank of train.py has it
+os.environ["OMP_NUM_THREADS"] = "1"  # must be set before torch is imported
 
 from bench.common import arguments
 from configs import PRESETS, Config
@@ -32,29 +37,31 @@ from data import step_of
 from rollout import PROMPTS_PER_ENGINE, moves
 from tools import plan
 
-STEPS, WARM = 16, 6  # steps of a simulation, and the first ones, which do not count
+STEPS, WARM = 16, 6  # steps of a simulation; the first WARM of them are not counted
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations."""
+    """The seconds that an engine's operations cost, and the speeds of the cores that run the engines."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a decoding step, by (responses, cached tokens)
-    prefill: float  # of a token that is read again: after new weights, and after a move
-    response: float = 0.0  # of a response in a round, beside its tokens
-    round: float = 0.0  # of a round, beside that
-    exchange: float = 0.0  # of a message to all engines. One ends a round; rounds have two more a step
-    cores: int = sys.maxsize  # engine i is bound to core i % cores
-    beside: float = 1.0  # speed of a core while all cores are busy; alone it is 1
-    shared: float = 1.0  # speed of a core that several engines share
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, by (responses, cached tokens)
+    prefill: float  # one cached token that must be computed again: after new weights or a move
+    response: float = 0.0  # one response in a round, in addition to its tokens
+    round: float = 0.0  # one round, in addition to its responses and tokens
+    exchange: float = 0.0  # one message to all engines; one per round, and two per step with --round_len
+    cores: int = sys.maxsize  # number of cores; engine i runs on core i % cores
+    beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
+    shared: float = 1.0  # speed of a core that runs several engines, for all of them together
 
 
 # --- the simulator
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds in which one engine adds `tokens` tokens to each trajectory, after `context`
-    tokens. At most `slots` run at once; when one ends, the next one starts."""
+    """Returns the seconds that one engine needs to extend its trajectories.
+
+    tokens[i]: number of tokens to add to trajectory i. context[i]: number of tokens that it has already.
+    slots: number of trajectories that run at once. When one ends, the next one starts."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -69,32 +76,40 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends, if each takes `seconds` on a core of its own."""
+    """Returns the seconds until the last engine ends. seconds[i]: what engine i would take alone on its
+    core. Engines on the same core slow each other."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
         own = cost.beside if len(of_core) == cost.cores else 1.0
         speeds = {i: (own if (n := of_core[i % cost.cores]) == 1 else cost.shared) / n for i in left}
-        passed = min(s / speeds[i] for i, s in left.items())  # until the next engine is done
+        passed = min(s / speeds[i] for i, s in left.items())  # until the first engine ends
         elapsed += passed
         left = {i: rest for i, s in left.items() if (rest := s - passed * speeds[i]) > 1e-9}
     return elapsed
 
 
 class Simulation:
-    """Simulates rollouts of cfg on `engines` engines. lengths(count) draws response lengths in tokens."""
+    """Simulates the rollouts of consecutive steps. A trajectory is a prompt with the response so far.
+
+    prompt: prompt length in tokens. lengths(count): draws the response lengths of one prompt, in tokens."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
         self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
-        self.going = {}  # (number, sample) -> [tokens left, tokens so far, [(version, tokens), ...]]
-        self.ended = {}  # (number, sample) -> segments
-        self.next = 0
+        # Keys are (number of the prompt, number of the sample). A segment is (version, tokens): the version
+        # is the step whose weights sampled these tokens.
+        self.going = {}  # key of an unfinished trajectory -> [tokens left, tokens so far, segments]
+        self.ended = {}  # key of a finished trajectory that no step has used -> segments
+        self.next = 0  # number of the next new prompt
 
     def step(self, step: int) -> dict[str, float]:
-        """Returns seconds, idle share, staleness and tokens of the step's rollout."""
+        """Simulates one step's rollout. Returns its numbers.
+
+        seconds: duration. idle: share of the engines' time in which they wait. tokens: tokens of the samples.
+        staleness, oldest: mean and largest age of these tokens' weights, in steps."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # carried trajectories are read again with the step's weights
+        moved = set(self.going)  # the cache of carried trajectories must be computed again with new weights
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -129,7 +144,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Returns the seconds of one engine's round."""
+        """Simulates a round of one engine. Returns its seconds. keys: the engine's trajectories. moved: keys
+        whose cache must be computed again. step: the current step."""
         if not keys:
             return 0.0
         reread = 0
@@ -151,7 +167,8 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns means over the steps after the first `warm` steps."""
+    """Returns the numbers of Simulation.step as means over the steps after the first `warm` steps; of
+    `oldest` the maximum."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -159,11 +176,13 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Draws the lengths of a prompt's responses: log-normal, cut at `cap`, with about this mean after the
-    cut. `alike`: correlation of two responses to one prompt, of the logarithms of their lengths."""
+    """Returns a function that draws the lengths of the responses to one prompt.
+
+    The lengths are log-normal with `sigma`, cut at `cap`. After the cut their mean is about `mean`. alike:
+    correlation of the logarithms of two lengths, for two responses to the same prompt."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
-    for _ in range(30):  # the cut lowers the mean
+    for _ in range(30):  # raises the center until the mean after the cut is right
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):
@@ -173,11 +192,12 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     return draw
 
 
-# --- on H100s, by the plan's speeds
+# --- the cost on H100s, by the speeds of tools/plan.py
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and its engine's cost on H100s: a decoding step reads the weights and the cache."""
+    """Returns the preset and the cost of its engine on H100s. A decoding step takes the longer of two times:
+    to read the weights and the cache, or to compute the products."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -188,14 +208,15 @@ def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     return cfg, Cost(step, 2 * params / flops, exchange=0.1)
 
 
-SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}  # parameters, KV bytes
+# Model -> (parameters, bytes of one token's keys and values).
+SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
-    """Returns one row per rule."""
+    """Simulates a preset under each rule. Returns one row per rule. mean, sigma, alike: see `lognormal`."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
-    cfg = replace(cfg, tp=1)  # an engine is a rank here
+    cfg = replace(cfg, tp=1)  # `engines` counts whole engines, so an engine is like one rank
     rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {
         f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
         for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}
@@ -210,7 +231,7 @@ def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: 
 
 
 def show(rows: Sequence[dict]) -> None:
-    """Print rows of `table`."""
+    """Prints the rows of `table`."""
     first = rows[0]
     print(f"\n{first['preset']} on {first['gpus']} H100: responses of {first['mean']:,} tokens on average, "
           f"log-normal with sigma {first['sigma']}, at most {first['cap']:,};\n"

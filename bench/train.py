@@ -1,20 +1,25 @@
-"""Measures the trainer's phases alone: synthetic packs, and a model of any shape with random weights.
+"""Measures the trainer's phases alone, on synthetic packs and a model of any shape with random weights.
 
     python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--layers 0] [--vocab 0]    # 0: the shape's own
+                          [--recompute none] [--layers 0] [--vocab 0]    # 0: the number of the shape
 
-The phases: log-probs without gradients, a policy update, a critic update, and the head alone (log-probs and
-their gradients from the hidden states of one pack). An update has `packs` packs of segments with `segment`
-tokens, of which a quarter are the prompt's. As in train.py: FSDP2, chunked fp32 log-probs, AdamW. With
---recompute N the first N layers are recomputed in whole, and of the others all but products and attention.
+The phases:
+    logprobs   log-probs without gradients
+    policy     a PPO update of the policy
+    critic     an update of the critic
+    head       the head alone: log-probs of one pack from random hidden states, and the gradients
 
-Prints one JSON line a phase, with medians over the rounds after the first:
-    tokens_per_s_a_rank
-    mfu         share of the FLOP a second that a matrix product reaches on this device. FLOP are 6 per weight
-                and token, of the head only for response tokens, and those of causal attention. Recomputation
-                is not counted.
-    limit_s     seconds that the FLOP, or the bytes to move, take at the device's limits
-    memory_gib  peak memory above what is allocated between the phases
+An update has --packs packs of --pack tokens. A pack has segments of --segment tokens, a quarter of them from
+the prompt. FSDP2, chunked fp32 log-probs and AdamW are those of train.py. --recompute N: the backward pass
+recomputes the first N layers in whole, and of the other layers all but matrix products and attention.
+
+Prints one JSON line per phase, with medians over the rounds after the first:
+    tokens_per_s_a_rank   tokens per second of one rank
+    mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
+                          6 per weight and token, plus causal attention. The head counts response tokens only.
+                          Recomputation does not count.
+    limit_s               lower bound of the seconds: the FLOP or the bytes at the device's limits
+    memory_gib            peak memory minus the memory between phases
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from model import ChunkedLogProbs, Critic, Policy, logprobs, values
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
-    """Returns a sharded model: weights drawn from N(0, 0.02²), norms 1, biases 0."""
+    """Returns a sharded model of class `kind`. Weights are drawn from N(0, 0.02²), norms are 1, biases 0."""
     with torch.device("meta"):
         model = kind(config)
     model = shard_fn(model).to_empty(device=device)
@@ -53,8 +58,8 @@ def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn
 
 
 def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.device, seed: int) -> Pack:
-    """Returns a pack of about `tokens` tokens: random segments of `segment` tokens, with rewards and
-    advantages."""
+    """Returns a pack of about `tokens` random tokens, in segments of `segment` tokens, with rewards and
+    advantages. A quarter of each segment is the prompt."""
     rng, prompt_len = np.random.default_rng(seed), max(1, segment // 4)
     logp = np.full(segment - prompt_len, -1.0, np.float32)
     samples = []
@@ -67,8 +72,8 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 
 def flops(config, packs: list[Pack], head: int) -> float:
-    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, and causal attention's half
-    of the square. `head`: rows of the head."""
+    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
+    `head`: rows of the head's weight: the vocabulary size, or 1 for a critic."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -83,13 +88,13 @@ def flops(config, packs: list[Pack], head: int) -> float:
 
 @torch.no_grad()
 def score(policy: torch.nn.Module, packs: list[Pack]) -> None:
-    """Computes log-probs without gradients, as before a step's first update."""
+    """Computes log-probs without gradients, as train.py does before a step's first update."""
     for p in packs:
         logprobs(policy, p, 1.0)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack], count: float) -> None:
-    """Runs a PPO update of a Policy or a Critic. `count`: the update's response tokens."""
+    """Runs a PPO update of a Policy or a Critic. `count`: number of response tokens in the update."""
     for p in packs:
         if isinstance(model, Policy):
             logp, _ = logprobs(model, p, 1.0)
@@ -110,7 +115,7 @@ def head_alone(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 
 class Phases:
-    """Measures phases and prints their figures."""
+    """Measures phases and prints one JSON line per phase."""
 
     def __init__(self, world: dist.World, facts: dict, rounds: int) -> None:
         self.world, self.facts, self.rounds = world, facts, rounds
@@ -120,13 +125,14 @@ class Phases:
                   "copy_gb_per_s": self.bandwidth / 1e9})
 
     def say(self, row: dict) -> None:
-        """Print a JSON line on rank 0, numbers with four digits."""
+        """Prints a row as a JSON line on rank 0. Numbers are rounded to four digits."""
         if self.world.main:
             rounded = {k: v if isinstance(v, str) else float(f"{v:.4g}") for k, v in row.items()}
             say(self.facts | rounded)
 
     def measure(self, name: str, work, flop: float, moved: float, tokens: int) -> None:
-        """Measures work(): `flop` FLOP for `tokens` tokens, with `moved` bytes read and written."""
+        """Measures a phase. work: function that runs it. flop: its FLOP. moved: bytes that it must read and
+        write. tokens: its number of tokens."""
         seconds = []
         for _ in range(self.rounds + 1):
             start = time.perf_counter()
@@ -142,7 +148,7 @@ class Phases:
 
 
 def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None) -> None:
-    """Log-probs and an update of the policy, and an update of the critic."""
+    """Measures the phases `logprobs`, `policy` and `critic`."""
     world = phases.world
     shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
@@ -151,7 +157,8 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
-        # A pass reads the weights. An update reads and writes weights, gradients and moments in fp32.
+        # Bytes that must move. A forward pass reads the weights once per pack; an update counts three times
+        # as much. AdamW reads and writes weights, gradients and moments in fp32, 32 bytes a weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)
@@ -162,7 +169,7 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
 
 
 def measure_head(phases: Phases, config, p: Pack) -> None:
-    """The head alone, on random hidden states."""
+    """Measures the phase `head` on random hidden states."""
     world, targets = phases.world, p.tokens[p.mask]
     options = dict(device=world.device, dtype=world.dtype, requires_grad=True)
     hidden = torch.randn(len(targets), config.hidden_size, **options)

@@ -1,32 +1,41 @@
-"""Runs the same GRPO job in torz and in TRL, and compares samples a second, memory and reward.
+"""Runs the same GRPO job in torz and in TRL, and compares samples per second, memory and reward.
 
     python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
-Both train the same model on the same prompts with the same reward function: 16 prompts × 8 samples a step, at
-most 64 tokens, temperature 1, one update a step, the same learning rate, no KL term. Tasks:
-    sums    the demo's base model; a response is right or wrong, and ends after about 20 tokens
-    digits  random weights of the same shape; the reward is the share of digits; about 37 tokens a response
+Both train the same model on the same prompts with the same reward function and learning rate. A step has 16
+prompts × 8 samples and one update. Responses have at most 64 tokens. The temperature is 1. There is no KL
+term. Tasks:
+    sums     the demo's base model. A response is right or wrong, and has about 20 tokens.
+    digits   random weights of the same shape. The reward is the share of digits in the response, which has
+             about 37 tokens.
 
-There are three sides. `torz`. `trl`: TRL with its defaults (bf16, activations recomputed). `trl_tuned`: TRL
-without these two, which is its fastest on a CPU. Each is one process with threads on all cores (--ranks,
---trl_ranks). All three run at the same time and take turns of four steps, while the others wait. So a slow
-spell of the machine slows all of them. A pair is such a run with one seed. A side's time is the median of its
-steps after the first turn.
+Sides:
+    torz        this project
+    trl         TRL with its defaults: bf16, activations recomputed
+    trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
+Each side is one process with threads on all cores (more with --ranks, --trl_ranks). torz and trl_tuned also
+get the settings of glibc's allocator from the Makefile: a process keeps the memory that it frees.
 
-Memory is the peak of what a side's processes hold that is no file: anonymous and shared memory. It is read at
-the end, while the side waits, so it takes no time from a step. For each process it is what it holds now
-(Pss_Anon and Pss_Shmem of /proc/PID/smaps_rollup, where a page that n processes share counts 1/n), plus what
-it held more at its peak (VmHWM - VmRSS of /proc/PID/status). File-backed pages are left out on all sides.
-They are mostly libraries, and the kernel counts them by which other processes map the same files: sides in
-one environment share them, and sides in two environments do not.
+The sides run at the same time, but take turns: one side trains four steps while the others wait. So if the
+machine is slow for a while, all sides are slow. A pair is one such run with one seed. A side's time is the
+median of its steps after the first turn.
 
-torz and trl_tuned get the settings of glibc's allocator that the Makefile exports: a
-process keeps the memory that it frees. trl gets none, because it runs as it comes.
+Memory is the peak of anonymous and shared memory of a side's processes. It is read after the last step. For
+each process it is the sum of:
+- the memory that it holds now: Pss_Anon + Pss_Shmem of /proc/PID/smaps_rollup. There, a page that n processes
+  share counts 1/n.
+- the memory that it held in addition at its peak: VmHWM - VmRSS of /proc/PID/status.
+Pages of files are left out. They are mostly libraries, and their count depends on which other processes map
+the same files.
 
---trl_python, --trl_ranks: TRL's interpreter and ranks. --ranks, --dtype: torz's. --base: the model's folder,
-made if it is missing. --side, --seed and --out are for this program's own processes.
+--trl_python   TRL's interpreter
+--trl_ranks    TRL's ranks
+--ranks        torz's ranks
+--dtype        torz's dtype
+--base         the model's folder; it is made if it is missing
+--side, --seed and --out are used by the processes that this program starts.
 
-Prints one JSON line a side. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
+Prints one JSON line per side and pair. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
 """
 
 from __future__ import annotations
@@ -49,8 +58,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python bench/vs_
 from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")
-MARK = "vs_trl: "  # starts the lines in which a side reports a step
-TURN = 4  # steps
+MARK = "vs_trl: "  # a line that begins with MARK reports a step of a side
+TURN = 4  # steps of a turn
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_MMAP_THRESHOLD_": "33554432"}
@@ -69,13 +78,13 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """A side calls `step` after each step. `step` reports the step; every TURN steps it waits for the side's
-    turn."""
+    """A side's part of taking turns. The side calls `step` after each training step."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
+        """Reports a step. After TURN steps, waits until the main program starts the side's next turn."""
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             row = {"seconds": time.monotonic() - self.start, "reward": reward}
@@ -86,7 +95,7 @@ class Turns:
 
 
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """Runs the job in torz."""
+    """Runs the job in torz. base: the model's folder. reward: name of a function in REWARD."""
     import log
     import train
     from configs import PRESETS
@@ -107,7 +116,8 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """Returns the task's reward as TRL calls it. Each call appends its mean to `means`."""
+    """Returns the task's reward function in the form that TRL calls. reward: name of a function in REWARD.
+    Each call appends the mean reward to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 
@@ -123,7 +133,8 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """Runs the job in TRL. `tuned`: with TRL's fastest settings on a CPU instead of its defaults."""
+    """Runs the job in TRL. base, reward: as in `torz`. tuned: whether to replace TRL's defaults by its
+    fastest settings on a CPU."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -155,7 +166,7 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
 
 
 def processes_of(leader: int) -> set[int]:
-    """Returns the process `leader`, all processes of its session, and all of their descendants."""
+    """Returns the ids of the process `leader`, of all processes in its session, and of their descendants."""
     parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -174,8 +185,8 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of a side's processes in MB, without file-backed pages; see the top of this
-    file."""
+    """Returns the peak memory of a side's processes in MB, without pages of files. The docstring at the top
+    of this file defines it. leader: id of the side's first process."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}
@@ -186,7 +197,7 @@ def memory_mb(leader: int) -> float:
         for name, _, rest in (line.partition(":") for line in lines.splitlines()):
             if name in ("VmHWM", "VmRSS", "Pss_Anon", "Pss_Shmem"):
                 kb[name] = int(rest.split()[0])
-        if kb:  # an ending process has no figures
+        if kb:  # a process that is ending has no such lines
             total += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
     return total * 1024 / 1e6
 
@@ -195,7 +206,7 @@ def memory_mb(leader: int) -> float:
 
 
 class Job:
-    """A side in processes of its own. Exits this program with the side's log if the side fails."""
+    """A side of the comparison, in its own processes. If the side fails, this program exits with its log."""
 
     def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str,
                  seed: int) -> None:
@@ -213,10 +224,10 @@ class Job:
         with open(f"{out}/log", "w") as log:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=log, text=True, start_new_session=True)
-        self.turn()  # the first one includes the start
+        self.turn()  # the first turn includes the start of the processes
 
     def turn(self) -> None:
-        """Lets the side take its turn, and waits for the turn's end."""
+        """Lets the side train TURN steps, and waits until they are done."""
         if self.rows:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -228,7 +239,7 @@ class Job:
         sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.folder.name, 'log').read_text()[-6000:]}")
 
     def end(self) -> dict:
-        """Ends the processes. Returns the side's figures."""
+        """Ends the side's processes. Returns its speed, memory and rewards."""
         memory = memory_mb(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -243,7 +254,7 @@ class Job:
 
 
 def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
-    """Runs all sides in turns with one seed. Returns each side's figures."""
+    """Runs all sides in turns with one seed. Returns side -> its speed, memory and rewards."""
     ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
     jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
     for turn in range(1, args.steps // TURN):
@@ -256,7 +267,10 @@ def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
 
 
 def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
-    """Returns medians over the pairs: the ratios of torz to each other side, and each side's figures."""
+    """Returns medians over the pairs: the ratios of torz to each other side, and the numbers of each side.
+
+    times_faster: samples per second of torz / of the other side. memory_share: memory of torz / of the other
+    side."""
     result = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS,
               "samples": SAMPLES, "tokens": TOKENS, "dtype": args.dtype}
     for other in SIDES[1:]:
