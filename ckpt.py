@@ -46,9 +46,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
@@ -72,18 +70,6 @@ def _is_main():
 # --- what a checkpoint holds
 
 
-def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor, for all tensors of a checkpoint: the weights, and the tensors of the
-    optimizer's state. The tensors are not copied. An optimizer without a step has no state yet. Names are
-    unique, because no module has a parameter and a submodule of the same name."""
-    out = {}
-    for name, p in model.named_parameters():  # named_parameters lists a tied head once, as the embedding
-        out[name] = p.detach()
-        if optimizer:
-            out |= {f"{name}.{kind}": value for kind, value in optimizer.state.get(p, {}).items()}
-    return out
-
-
 class StagingBuffer:
     """A copy of this rank's slices of the models' state in host memory, from which a checkpoint is written.
     The memory is kept for the next save, because allocating it takes as long as the copy."""
@@ -97,8 +83,8 @@ class StagingBuffer:
     def update(self) -> None:
         """Copy the models' current state to the buffer. All ranks must call this together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
-                for name, tensor in tensors_of(model, optimizer).items()}
-        local = {key: x.to_local() if isinstance(x, DTensor) else x for key, x in live.items()}
+                for name, tensor in dist.tensors_of(model, optimizer).items()}
+        local = {key: dist.local(x) for key, x in live.items()}
         if self.slices.keys() != local.keys():  # at the first save with this optimizer state
             self.slices = {key: torch.empty(x.shape, dtype=x.dtype) for key, x in local.items()}
             self.offsets = owned_offsets(live)
@@ -479,7 +465,7 @@ def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
     require(saved["tokenizer"] == facts["tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",
             f"--model {saved['config']['model']}, which that run started from")
-    sizes, filled = _tensors_in(path), []
+    sizes, filled = dist.tensors_in(path), []
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:
@@ -492,28 +478,20 @@ def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
     return f"started from {path}: {', '.join(filled)}"
 
 
-def _tensors_in(path):
-    """Returns name -> DCP's metadata of the tensor, for each tensor in a checkpoint."""
-    return HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
-
-
 def _fill(path, who, model, optimizer):
     """Fill a model and its optimizer from a checkpoint. `who` is the model's name there: policy, critic,
-    ref."""
+    ref.
+
+    A step with zero gradients creates the tensors of the optimizer's state. Loading then overwrites these
+    tensors and the weights. A parameter gets state only if the checkpoint has some, such as
+    `policy.NAME.exp_avg`; an optimizer without a step saved none."""
     if optimizer:
-        _make_state(who, model, optimizer, {key.rpartition(".")[0] for key in _tensors_in(path)})
-    dist.load_files({who: tensors_of(model, optimizer)}, path)
-
-
-def _make_state(who, model, optimizer, owners):
-    """Create the tensors of the optimizer's state by a step with zero gradients. Loading then overwrites
-    these tensors and the weights. Only parameters in `owners` get state. `policy.NAME` is in `owners` if the
-    checkpoint has a tensor such as `policy.NAME.exp_avg`. An optimizer without a step saved no such
-    tensor."""
-    for name, p in model.named_parameters():
-        p.grad = torch.zeros_like(p) if f"{who}.{name}" in owners else None
-    optimizer.step()
-    optimizer.zero_grad()
+        with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
+        for name, p in model.named_parameters():
+            p.grad = torch.zeros_like(p) if f"{who}.{name}" in with_state else None
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.load_files({who: dist.tensors_of(model, optimizer)}, path)
 
 
 # --- Hugging Face

@@ -220,6 +220,16 @@ def deterministic(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """Returns name -> tensor, for the weights and the tensors of the optimizer's state. The tensors are not
+    copied. An optimizer without a step has no state yet. Names are unique, because no module has a parameter
+    and a submodule of the same name."""
+    tensors = dict(model.named_parameters())  # named_parameters lists a tied head once, as the embedding
+    for name, param in model.named_parameters() if optimizer else ():
+        tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
+    return tensors
+
+
 # HOMES[model][name] is a home: the host tensor that stores a weight, a buffer or a tensor of the optimizer's
 # state while the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
@@ -230,13 +240,10 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
     A home is a host tensor of the same shape and sharding. Its memory is pinned, so copies run at the full
     speed of the link to the GPU. Homes are kept between steps, because pinning memory is slow."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, param in model.named_parameters() if optimizer else ():
-        tensors |= {f"{name}.{key}": x for key, x in optimizer.state.get(param, {}).items()}
+    tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
-        pin = torch.cuda.is_available()
-        homes[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=pin)
+        homes[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=torch.cuda.is_available())
     return [(x, homes[name]) for name, x in tensors.items()]
 
 
@@ -275,6 +282,11 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # finish the copies: FSDP now reads the homes of uneven shards, to pad them
     replace_tensors(model, optimizer, new)
+
+
+def tensors_in(folder: str) -> dict[str, Any]:
+    """Returns name -> DCP's metadata, for each tensor in the safetensors files of a folder."""
+    return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:

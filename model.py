@@ -425,14 +425,12 @@ class PackModel(nn.Module):
 
     def allocate(self, device: Device) -> None:
         """Allocate the memory of a model that is on the meta device. Tie its parameters and compute its
-        buffers. The caller must then fill the parameters."""
+        buffers. The caller must then fill the parameters.
+
+        All buffers, such as rotary frequencies, are computed in fp32. After to_empty their memory is not
+        initialised, and no file has them. A buffer that transformers doesn't compute becomes NaN."""
         self.to_empty(device=device)
         self.tie()
-        self.rebuild_buffers()
-
-    def rebuild_buffers(self) -> None:
-        """Compute all buffers, such as rotary frequencies, in fp32. After to_empty their memory is not
-        initialised, and no file has them. A buffer that transformers doesn't compute becomes NaN."""
         for p in self.parameters():
             p._is_hf_initialized = True  # so that _init_weights does not change the parameter
         for module in self.model.modules():
@@ -617,7 +615,7 @@ def load_critic(path: str, device: Device = "cpu",
     Open-Reasoner-Zero's code. Hidden states after the final norm have length √D, so the first values have a
     standard deviation of about 1/√D."""
     critic = _load(Critic, path, device, shard_fn)
-    if "score.weight" not in files_keys(path):
+    if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
         dist.fill(critic.score.weight, head / (critic.config.hidden_size + 1))
     return critic
@@ -636,22 +634,17 @@ def _load(kind, path, device, shard_fn):
     model = shard_fn(model)
     model.allocate(device)
     # Not state_dict(), which lists a tied head twice. named_parameters lists it once, as the embedding.
-    in_files, state = files_keys(path), dict(model.named_parameters())
+    in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
     if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)
-    missing = sorted(set(state) - in_files)
+    missing = sorted(state.keys() - in_files)
     require(not missing, f"{path} lacks {len(missing)} tensors, for example {missing[:1]}",
             f"weights of a {model.config.model_type} saved by save_pretrained")
-    extra = sorted(name for name in in_files - set(state) if not name.endswith(NOT_OURS))
+    extra = sorted(name for name in in_files - state.keys() if not name.endswith(NOT_OURS))
     require(not extra, f"{path} has {len(extra)} tensors that a {model.config.model_type} doesn't have, for "
             f"example {extra[:1]}", "weights and a config.json of one model")
     dist.load_files(state, path)
     return model.train()
-
-
-def files_keys(path: str) -> set[str]:
-    """Returns the names of the tensors in the folder's safetensors files."""
-    return {name for name, _ in _tensors(path)}
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
@@ -659,14 +652,8 @@ def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     the weights for Engine.awake. Raises UserError as load_config does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
-    for name, read in _tensors(path):
-        if not name.endswith(left_out):
-            yield name, read().to(device, dtype)
-
-
-def _tensors(path):
-    """Yields (name, function that reads the tensor) for each tensor in the folder's safetensors files."""
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118  f is not a dict: `for name in f` does not work
-                yield name, partial(f.get_tensor, name)
+                if not name.endswith(left_out):
+                    yield name, f.get_tensor(name).to(device, dtype)

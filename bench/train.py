@@ -45,9 +45,8 @@ def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn
     """Returns a sharded model of class `kind`. Weights are drawn from N(0, 0.02²), norms are 1, biases 0."""
     with torch.device("meta"):
         model = kind(config)
-    model = shard_fn(model).to_empty(device=device)
-    model.tie()
-    model.rebuild_buffers()
+    model = shard_fn(model)
+    model.allocate(device)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1:

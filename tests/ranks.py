@@ -140,7 +140,7 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
             optimizer.zero_grad()
             if moves:
                 dist.to_host(policy, optimizer)
-        tensors = ckpt.tensors_of(policy, optimizer)
+        tensors = dist.tensors_of(policy, optimizer)
         results.append({name: (x.to_local() if isinstance(x, DTensor) else x).clone()
                         for name, x in tensors.items()})
     return results
@@ -200,7 +200,7 @@ def prepared(cfg) -> dict | str:
         return str(e)
     with run.lock:
         tensors = {f"{role.name}.{k}": full(v).detach().clone() for role in (run.policy, run.critic, run.ref)
-                   if role for k, v in ckpt.tensors_of(role.model, role.optimizer).items()}
+                   if role for k, v in dist.tensors_of(role.model, role.optimizer).items()}
     return {"start": run.start} | tensors
 
 

@@ -126,7 +126,7 @@ def trained(kind, out, shard_ranks):
         models = new()
         assert ckpt.resume(ckpt.find(out, "auto"), models, facts) == 3
     train(models, range(3, 6))
-    states = [ckpt.tensors_of(*pair) for pair in models.values()]
+    states = [dist.tensors_of(*pair) for pair in models.values()]
     return said, [{key: ranks.full(x).detach() for key, x in state.items()} for state in states]
 
 
