@@ -171,55 +171,46 @@ class Saver:
     """Writes a run's checkpoints, one at a time. `save` copies the state to host memory; a thread writes the
     files beside the training.
 
-    `facts` goes into state.json. `saved` is the number of steps in the newest complete checkpoint.
+    `facts` goes into state.json. `saved` is the number of steps in the newest complete checkpoint. The
+    thread calls `warn` with the result of each save: a warning, or "".
     """
 
-    def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any],
-                 saved: int | None) -> None:
-        self.out, self.cfg, self.saved = out, cfg, saved
+    def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
+                 warn: Callable[[str], None]) -> None:
+        self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        for who in models:  # raise now, not at the end of training
-            dist.together(lambda who=who: check_export_path(out / "export" / who))
         self.group = td.new_group(backend="gloo")  # for the thread's collectives, beside those of training
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
-        self.in_flight: Future[str] | None = None  # the current save, or one whose warning is due
+        self.in_flight: Future[None] | None = None  # the last save
         self.failed = False  # whether the last finished save failed
         if _is_main():  # clean up after a run that was killed
             remove_unfinished(out / "ckpt" / "step_*")
             prune(out, cfg.keep, cfg.keep_best)
 
-    def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> str:
+    def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
         """Finish the previous save. Then start to save the checkpoint after `step` steps, unless it exists.
         With `wait`, finish this save too. `carried`: this rank's trajectories that the next step continues.
-        Returns a warning, or "". Raises UserError as `finish` does."""
-        warning = self.finish()
+        Raises UserError as `finish` does."""
+        self.finish()
         if step == self.saved:
-            return warning
+            return
         self.buffer.update()
         token = dist.gather(secrets.token_hex(8))[0]  # so an old process that still writes has another folder
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
-        return (self.finish() if wait else "") or warning
+        if wait:
+            self.finish()
 
-    def finish(self) -> str:
-        """Wait for the unfinished save. Returns a warning, or "". Raises UserError, the same on every rank,
-        if two saves in a row failed, or if the state has NaN or infinity (the next state would have them
-        too)."""
+    def finish(self) -> None:
+        """Wait for the unfinished save. Raises UserError, the same on every rank, if two saves in a row
+        failed, or if the state has NaN or infinity (the next state would have them too)."""
         if self.in_flight:
             self.in_flight.result()
-        return self.pending_warning()
-
-    def pending_warning(self) -> str:
-        """Returns the warning of a finished save, or "". A warning is returned once."""
-        if not self.in_flight or not self.in_flight.done() or self.in_flight.exception():
-            return ""
-        ended, self.in_flight = self.in_flight, None
-        return ended.result()
 
     def _complete(self, step, temp, carried):
         """Runs in the thread. Write this rank's files. After all ranks wrote their files, rank 0 publishes
-        the checkpoint. Returns a warning or "", the same on all ranks. Raises UserError as `finish` does."""
+        the checkpoint. Calls `warn`. Raises UserError as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -231,7 +222,7 @@ class Saver:
         self.failed = error != ""
         if not error:
             self.saved = step
-        return error or warning
+        self.warn(error or warning)
 
     def _write(self, temp, carried):
         """Write this rank's files. Returns their sizes and checksums."""

@@ -62,7 +62,7 @@ class MemoryLedger:
         self.device, self.readings, self.time = torch.device(device), {}, time.perf_counter()
         self.bytes = 0  # total size of the weights that were loaded last
         self.mark("before")
-        self.residual, self.least_residual = 0.0, float("inf")
+        self.residual = 0.0
 
     def mark(self, stage: str) -> None:
         """Record memory use at the end of `stage`. Waits for the device."""
@@ -104,16 +104,6 @@ class MemoryLedger:
         """Returns the readings of the last `awake` as a text with one line for each stage."""
         lines = [f"  {stage:10} {r.held:9.3f} {r.seconds:10.3f}" for stage, r in self.readings.items()]
         return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
-
-    def pending_warning(self, residual: float) -> str:
-        """Returns a warning if the residual grew by 1 GiB or more, else "". The growth is measured from the
-        lowest residual since the last warning. `residual`: the metric mem/residual_gb."""
-        growth = residual - self.least_residual
-        self.least_residual = min(self.least_residual, residual) if growth < 1 else residual
-        return "" if growth < 1 else (
-            f"the sleeping engine keeps {residual:.1f} GiB of the device, {growth:.1f} more than before, "
-                "and memory will run out; a smaller --engine_share or --pack_len leaves more room; the same "
-                "command starts a fresh process from the last checkpoint; --verbose shows where memory grows")
 
 
 def free_cache(device: torch.device) -> None:

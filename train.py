@@ -244,13 +244,13 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 def stop(run: Run, step: int) -> bool:
     """Save a checkpoint after `step` finished steps, because a stop was requested. Returns False, which is
     the result of `train` after a stop."""
-    run.log.alarm(run.saver.save(step, run.carried, wait=True))
+    run.saver.save(step, run.carried, wait=True)
     return False
 
 
 def finish(run: Run) -> None:
     """Save the last checkpoint. Write the policy and the critic as Hugging Face folders to export/."""
-    run.log.alarm(run.saver.save(run.cfg.steps, run.carried, wait=True))
+    run.saver.save(run.cfg.steps, run.carried, wait=True)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, run.saver.facts)
@@ -307,8 +307,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None)
     log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     log.save_plan(plan_table)
     for line in filter(None, (agreement, taken)):
         log.say(line)
@@ -812,7 +812,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     cfg, log, ledger = run.cfg, run.log, run.engine.ledger
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
-            log.alarm(run.saver.save(step + 1, run.carried))
+            run.saver.save(step + 1, run.carried)
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
     if run.world.main and log.history:
@@ -825,8 +825,6 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
         for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
             log.alarm(f"grading failed: {ascii(error)}", step)
-    log.alarm(ledger.pending_warning(metrics["mem/residual_gb"]))
-    log.alarm(run.saver.pending_warning())
     return dist.stop_requested()
 
 

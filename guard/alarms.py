@@ -56,6 +56,12 @@ ALARMS = {
         lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
         "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
         "too long, so they score 0; repair --reward, or raise --grade_deadline (now {cfg.grade_deadline:g})"),
+    "memory": (
+        lambda now, cfg: now["mem/residual_gb"] >= now["least_residual"] + 1,
+        "the sleeping engine keeps {now[mem/residual_gb]:.1f} GiB of the device ({now[least_residual]:.1f} "
+        "at its least), and memory will run out; a smaller --engine_share or --pack_len leaves more room; "
+        "the same command starts a fresh process from the last checkpoint; --verbose shows where memory "
+        "grows"),
 }
 
 
@@ -65,7 +71,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
         "first_entropy": next((row["entropy"] for row in history if "entropy" in row), NAN),
-        "longest": longest["response_len"], "reward_at_longest": longest["reward"]})
+        "longest": longest["response_len"], "reward_at_longest": longest["reward"],
+        "least_residual": min(row.get("mem/residual_gb", NAN) for row in history)})
     for name in history[-1]:
         now[name] = fmean(row[name] for row in recent if name in row)
     return {name: text.format(now=now, cfg=cfg)

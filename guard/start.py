@@ -86,6 +86,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
+        for who in ("policy", "critic"):  # refused now, not at the end of training
+            ckpt.check_export_path(folder / "export" / who)
         lock.claim()
     except OSError as e:
         raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a writable "

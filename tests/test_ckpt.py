@@ -116,18 +116,18 @@ def trained(kind, out, shard_ranks):
                 optimizer.step()
             optimizer.zero_grad()
 
-    models, said = new(), ""
+    models, said = new(), []
     train(models, range(3))
     if out:
-        saver = ckpt.Saver(out, models, PRESETS["tiny-ppo"], facts, 0)
-        said = saver.save(3)
+        saver = ckpt.Saver(out, models, PRESETS["tiny-ppo"], facts, 0, said.append)
+        saver.save(3)
         train(models, range(3, 4))  # while the save is in flight
-        said += saver.finish()
+        saver.finish()
         models = new()
         assert ckpt.resume(ckpt.find(out, "auto"), models, facts) == 3
     train(models, range(3, 6))
     states = [dist.tensors_of(*pair) for pair in models.values()]
-    return said, [{key: ranks.full(x).detach() for key, x in state.items()} for state in states]
+    return "".join(said), [{key: ranks.full(x).detach() for key, x in state.items()} for state in states]
 
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
@@ -494,13 +494,15 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Returns saver and models of a run with a small sharded model and Adam, on the ranks of this process."""
+    """Returns saver, models and the saver's warnings, of a run with a small sharded model and Adam, on the
+    ranks of this process."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
     models = {"policy": (model, torch.optim.Adam(model.parameters()))}
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], **{"lr_decay": "constant", "keep_best": ""} | changes)
-    return ckpt.Saver(out, models, cfg, {}, 0), models
+    warnings = []
+    return ckpt.Saver(out, models, cfg, {}, 0, warnings.append), models, warnings
 
 
 def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
@@ -553,19 +555,21 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
 
 def poisoned(out, what):
     """Saves once with finite numbers, then with a NaN or infinity at `what`. Returns the error message."""
-    saver, models = small(out)
+    saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    assert saver.save(1, wait=True) == ""
+    saver.save(1, wait=True)
+    assert warnings == [""]
     place = model[0].weight if what == "weight" else optimizer.state[model[0].weight]["exp_avg_sq"]
     local = place.to_local() if isinstance(place, DTensor) else place
     if dist.td.get_rank() == 1:  # on one rank alone
         with torch.no_grad():
             local.view(-1)[0] = torch.nan if what == "weight" else torch.inf
-    warning = saver.save(2)
+    saver.save(2)
     try:
-        return warning + saver.finish()
+        saver.finish()
+        return "".join(warnings)
     except UserError as e:
         return f"refused: {e}"
 
@@ -601,10 +605,9 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
 
 def busy(out, steps, disk):
     """Returns this rank's messages of the saves of `steps`. `disk` is called after the first save."""
-    saver, _ = small(out, keep=1, keep_best="auto")
-    said = []
+    saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
-        said.append(saver.save(step, wait=True))
+        saver.save(step, wait=True)
         if disk and step == steps[0]:
             disk()
     return said

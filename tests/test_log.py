@@ -46,7 +46,7 @@ def healthy(steps: int = 60) -> list[dict]:
 def learning(steps: int = 60) -> list[dict]:
     """Returns metrics of a half-finished run: reward 0.6, entropy 0.3, some groups uniform."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
-              "response_len": 400.0}
+              "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
 
 
@@ -65,6 +65,7 @@ WRONG = {
     "clip": ({"clip_share": 0.5}, 5, ["%", "--policy_updates"]),
     "gap": ({"logp_gap/mean": 0.05}, 5, ["nats", "--max_logp_gap 0.1"]),
     "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["10%", "20%", "--grade_deadline", "now 5"]),
+    "memory": ({"mem/residual_gb": 2.0}, 5, ["2.0 GiB", "(0.5 at its least)", "--engine_share"]),
 }
 
 
