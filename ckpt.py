@@ -161,7 +161,7 @@ def read_carried(folder: Path) -> list[Sample]:
             row |= {name: tuple(row[name]) for name in ("prompt", "failed")}
             row |= {name: np.array(row[name], kind) for name, kind in ARRAYS.items() if row[name] is not None}
             found.append(Sample(**row))
-    return sorted(found, key=lambda s: (s.prompt_id, s.sample_id))
+    return sorted(found, key=lambda s: s.key)
 
 
 # --- saving
@@ -172,7 +172,7 @@ class Saver:
     files beside the training.
 
     `facts` goes into state.json. `saved` is the number of steps in the newest complete checkpoint. The
-    thread calls `warn` with the result of each save: a warning, or "".
+    thread calls `warn` with a line of text if a save fails, or if old checkpoints can't be deleted.
     """
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
@@ -210,19 +210,19 @@ class Saver:
 
     def _complete(self, step, temp, carried):
         """Runs in the thread. Write this rank's files. After all ranks wrote their files, rank 0 publishes
-        the checkpoint. Calls `warn`. Raises UserError as `finish` does."""
+        the checkpoint. Raises UserError as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
-        result = self._publish(step, temp, every) if _is_main() else None
-        error, warning = dist.gather(result, self.group)[0]
+        error = dist.gather(self._publish(step, temp, every) if _is_main() else "", self.group)[0]
         require(not bad, error, "another --out, with smaller learning rates")
         require(not error or not self.failed, f"two saves in a row failed, the last one with: {error}",
                 f"a {self.out} that can be written to")
         self.failed = error != ""
-        if not error:
+        if error:
+            self.warn(error)
+        else:
             self.saved = step
-        self.warn(error or warning)
 
     def _write(self, temp, carried):
         """Write this rank's files. Returns their sizes and checksums."""
@@ -235,9 +235,8 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """On rank 0: publish the checkpoint, then prune old checkpoints. Returns (error, warning). The error
-        is one line or "". The warning names checkpoints that could not be deleted, or is "". `every`: (error,
-        files) of each rank."""
+        """On rank 0: publish the checkpoint, then prune old checkpoints. Calls `warn` where an old checkpoint
+        can't be deleted. Returns an error of one line, or "". `every`: (error, files) of each rank."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -246,8 +245,10 @@ class Saver:
         if error:
             shutil.rmtree(temp, ignore_errors=True)  # the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
-            return f"the checkpoint after {step} steps failed: {error}; the last complete one: {last}", ""
-        return "", "; ".join(prune(self.out, self.cfg.keep, self.cfg.keep_best))
+            return f"the checkpoint after {step} steps failed: {error}; the last complete one: {last}"
+        for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):
+            self.warn(warning)
+        return ""
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
@@ -517,7 +518,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     model folder that this model came from; its configs are copied. Raises UserError, the same on every rank,
     for a full disk, and if `out` exists and is no earlier export.
     """
-    dist.together(lambda: check_export_path(out))
+    dist.together(check_export_path, out)
     state = {}
     for name, tensor in weights:
         if _is_main():

@@ -103,6 +103,10 @@ class Sample:
     prompt_share: float = 0.0  # with --aggregation prompt: weight in the loss of each token of this sample
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt_id, self.sample_id
+
+    @property
     def length(self) -> int:
         """Number of tokens of prompt and response together."""
         return len(self.prompt) + len(self.ids)
@@ -125,7 +129,7 @@ class Sample:
     @property
     def score(self) -> float:
         """The number that training maximises: the weighted reward plus the parts."""
-        return self.weight * self.reward + sum(self.parts.values())
+        return sum(self.entered.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,23 +376,20 @@ def epoch_len(problems: Sequence[Problem]) -> int:
 
 
 def _total(groups):
-    return sum(_draws(weight, len(indices)) for weight, indices in groups)
-
-
-def _draws(weight, n):
-    return max(1, round(weight * n))
+    return sum(count for count, _ in groups)
 
 
 def _groups(problems):
-    """Returns (weight, indices of problems) of each group. An epoch draws weight × (number of problems)
-    prompts from a group. A group is one file. But files with the same integer weight w form one group,
-    because an epoch has each of their problems w times."""
+    """Returns (number of prompts that an epoch draws, indices of problems) of each group. The number is
+    weight × (number of problems). A group is one file. But files with the same integer weight w form one
+    group, because an epoch has each of their problems w times."""
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
     for (weight, file), indices in files.items():
         groups[weight, "" if weight == int(weight) else file] += indices
-    return [(weight, np.array(indices)) for (weight, _), indices in groups.items()]
+    return [(max(1, round(weight * len(indices))), np.array(indices))
+            for (weight, _), indices in groups.items()]
 
 
 def _epoch(groups, seed, epoch):
@@ -396,8 +397,8 @@ def _epoch(groups, seed, epoch):
     floor(weight) times. A random part of the group comes once more: with weight 1.3, it is 30 % of the
     group."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
-    for weight, indices in groups:
-        whole, rest = divmod(_draws(weight, len(indices)), len(indices))
+    for count, indices in groups:
+        whole, rest = divmod(count, len(indices))
         drawn += [indices] * whole + [rng.permutation(indices)[:rest]]
     drawn = np.concatenate(drawn)
     return drawn, rng.permutation(drawn)

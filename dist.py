@@ -341,13 +341,18 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     return out
 
 
-def together(work: Callable[[], T]) -> T:
-    """Call work() on every rank. Returns this rank's result. If work() raises UserError on some ranks, every
-    rank raises the error of the first of these ranks. The message names this rank's host, unless all ranks
-    have the same error."""
+def gather_all(items: Iterable[T]) -> list[T]:
+    """Returns the items of all ranks in one list, in rank order, on every rank."""
+    return [item for of_rank in gather(list(items)) for item in of_rank]
+
+
+def together(work: Callable[..., T], *args: Any) -> T:
+    """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
+    every rank raises the error of the first of these ranks. The message names this rank's host, unless all
+    ranks have the same error."""
     result, error = None, ""
     try:
-        result = work()
+        result = work(*args)
     except UserError as e:
         error = str(e)
     errors = gather((error, os.uname().nodename))
@@ -361,8 +366,7 @@ def together(work: Callable[[], T]) -> T:
 def gather_rows(rows: list[dict]) -> list[dict]:
     """Returns the rows of all ranks, ordered by (prompt_id, sample_id), on every rank. A row is a sample as a
     dict."""
-    return sorted((row for of_rank in gather(rows) for row in of_rank),
-                  key=lambda row: (row["prompt_id"], row["sample_id"]))
+    return sorted(gather_all(rows), key=lambda row: (row["prompt_id"], row["sample_id"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:

@@ -26,7 +26,6 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +43,19 @@ Key = tuple[int, int]  # prompt_id and sample_id
 # --- memory
 
 
-@dataclass(frozen=True)
-class MemoryReading:
-    """Memory use at one moment. torch's memory statistics are not used, because they also count the tensors
-    of a sleeping engine. These tensors use no memory."""
-
-    held: float  # GiB that all processes use on the GPU; on a CPU: GiB of host memory that this process uses
-    seconds: float  # time since the previous reading
-
-
 class MemoryLedger:
     """Records memory use at each stage of an engine's last `awake`, in GiB. Also records the residual: the
     memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, because
-    the first reading must not include the engine."""
+    the first reading must not include the engine.
+
+    Memory use is that of all processes on the GPU. On a CPU it is the host memory of this process. It is read
+    from the device, not from torch's memory statistics: these also count the tensors of a sleeping engine,
+    which use no memory."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.readings, self.time = torch.device(device), {}, time.perf_counter()
+        self.device, self.time = torch.device(device), time.perf_counter()
+        # stage -> GiB in use, and seconds since the previous reading
+        self.readings: dict[str, tuple[float, float]] = {}
         self.bytes = 0  # total size of the weights that were loaded last
         self.mark("before")
         self.residual = 0.0
@@ -76,7 +72,7 @@ class MemoryLedger:
         else:  # outside Linux only the process's peak is known
             held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before, self.time = self.time, time.perf_counter()
-        self.readings[stage] = MemoryReading(held / 2**30, self.time - before)
+        self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
         """Start the readings of an `awake`: free torch's cached memory, then record the trainer's memory
@@ -88,21 +84,22 @@ class MemoryLedger:
     def end(self) -> None:
         """End the readings of an `awake`, after the engine fell asleep. Add to the residual the memory in use
         now, minus the memory in use at the first reading."""
-        before = next(iter(self.readings.values()))
+        before, _ = next(iter(self.readings.values()))
         free_cache(self.device)
         self.mark("asleep")
-        self.residual += self.readings["asleep"].held - before.held
+        self.residual += self.readings["asleep"][0] - before
 
     def metrics(self) -> dict[str, float]:
         """Returns metric -> value for the last `awake`, in GiB (mem/…) and seconds (time/…)."""
-        seconds = {stage: r.seconds for stage, r in self.readings.items()}
-        return {f"mem/{stage}_gb": self.readings[stage].held for stage in ("trainer", "awake", "asleep")} | {
+        seconds = {stage: s for stage, (_, s) in self.readings.items()}
+        return {f"mem/{stage}_gb": self.readings[stage][0] for stage in ("trainer", "awake", "asleep")} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
 
     def table(self) -> str:
         """Returns the readings of the last `awake` as a text with one line for each stage."""
-        lines = [f"  {stage:10} {r.held:9.3f} {r.seconds:10.3f}" for stage, r in self.readings.items()]
+        lines = [f"  {stage:10} {held:9.3f} {seconds:10.3f}"
+                 for stage, (held, seconds) in self.readings.items()]
         return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
 
 
@@ -129,8 +126,7 @@ class Engine(abc.ABC):
             self.policy = Policy(self.config)  # has the names and shapes of all weights, but no memory
         self.names = [name for name, _ in self.policy.named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
-        self.version = None  # the step of the weights that the engine holds; None while the engine sleeps
-        self.busy = False  # True inside `awake`
+        self.version = None  # the step of the weights that the engine holds; None outside `awake`
         self.ledger = MemoryLedger(device)
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.engines = self.ranks // cfg.tp
@@ -169,10 +165,10 @@ class Engine(abc.ABC):
         """Context manager: wakes the engine and loads `weights`, which yields (name, whole tensor).
         `version` is the step of these weights. `generate` works only inside the context. On exit the engine
         sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
-        if self.busy:
+        if self.version is not None:
             raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
                                "leave that `with engine.awake(…)` first")
-        self.busy = True
+        self.version = version
         self.ledger.begin()
         try:
             with self.engine_errors(f"to load the weights of step {version}"):
@@ -181,7 +177,6 @@ class Engine(abc.ABC):
                 for name, _ in stream:  # runs the stream to its end, where it checks for missing weights
                     raise RuntimeError(f"the engine did not take {name}")
                 self.ledger.mark("awake")
-            self.version = version
             yield self
         except BaseException:
             with contextlib.suppress(Exception):  # an error of _sleep must not hide the first error
@@ -189,8 +184,6 @@ class Engine(abc.ABC):
             raise
         else:
             self._sleep()
-        finally:
-            self.busy = False
 
     def _sleep(self):
         self.version = None

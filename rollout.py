@@ -213,7 +213,6 @@ class Trajectories:
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
-        self.failures: dict[Key, str] = {}  # trajectories whose environment failed -> the reason
         self.results = {}  # what the Grader returned: a Grade, or the environment's Reply
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
@@ -225,7 +224,7 @@ class Trajectories:
     def add(self, trajectories: Iterable[Sample]) -> None:
         """Add trajectories that began on another rank or in an earlier step."""
         for s in trajectories:
-            (self.graded if s.reason else self.open)[s.prompt_id, s.sample_id] = s
+            (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
         """Move each open trajectory `key` to rank target[key], for the keys in `target`. A collective: every
@@ -246,7 +245,7 @@ class Trajectories:
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
         round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
         for s in self.engine.generate(requests, limits, temperature, round_key, version):
-            if self._take(before[s.prompt_id, s.sample_id], s) and on_response():
+            if self._take(before[s.key], s) and on_response():
                 return False
         self._read_environment()
         self.rounds += 1
@@ -256,14 +255,13 @@ class Trajectories:
         """Append `segment` (a Sample with the tokens of this round) to its trajectory `before`. Returns True
         if the trajectory's turn ended."""
         s = self._join(before, segment) if len(before.ids) else segment
-        key = s.prompt_id, s.sample_id
-        del self.open[key]
+        del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
-            self.open[key] = replace(s, text=before.text)
+            self.open[s.key] = replace(s, text=before.text)
             return False
         if self.cfg.env and s.stopped:
-            self.waiting[key] = s
-            self.grader.ask(key, self.problems[s.prompt_id].text, s.text[len(before.text):], s.turns)
+            self.waiting[s.key] = s
+            self.grader.ask(s.key, self.problems[s.prompt_id].text, s.text[len(before.text):], s.turns)
         else:
             self._complete(s)
         return True
@@ -280,19 +278,14 @@ class Trajectories:
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put a trajectory into `complete`, and submit it to the graders of its data set."""
-        key, problem = (s.prompt_id, s.sample_id), self.problems[s.prompt_id]
-        self.complete[key] = s
+        """Put a trajectory into `complete`, and submit it to the graders of its data set. A trajectory with a
+        `reason` has an environment that failed: its reward will be 0."""
+        problem = self.problems[s.prompt_id]
+        self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
-            self.grader.submit((*key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
+            self.grader.submit((*s.key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
                                term.custom)
-
-    def _fail(self, s, reason):
-        """Complete a trajectory whose environment failed. Its reward will be 0. `reason`: one of
-        grading.worker.REASONS."""
-        self.failures[s.prompt_id, s.sample_id] = reason
-        self._complete(s)
 
     def _read_environment(self):
         """Wait for the environment's replies to all `waiting` trajectories. Then open or complete them."""
@@ -306,7 +299,7 @@ class Trajectories:
         """Append the environment's text to the trajectory. Then put the trajectory into `open` or into
         `complete`. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
-            return self._fail(s, reply.reason)
+            return self._complete(replace(s, reason=reply.reason))
         if reply.reward is not None:  # kept in the Sample, so that it moves with the trajectory
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
@@ -316,7 +309,7 @@ class Trajectories:
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
-            return self._fail(s, "error")
+            return self._complete(replace(s, reason="error"))
         # 2. The response may get no more tokens, or exactly those of the text. The policy could not reply to
         # the text. So the text is not appended, and the trajectory ends as truncated.
         if len(ids) >= left:
@@ -342,8 +335,8 @@ class Trajectories:
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
             first, *others = grades = [self.results[*key, i] for i in range(len(terms))]
             reward, reason = first.reward, first.reason
-            if key in self.failures:
-                reward, reason = 0.0, self.failures[key]
+            if s.reason:
+                reward, reason = 0.0, s.reason
             elif s.env_reward is not None:
                 reward, reason = s.env_reward, "correct" if s.env_reward > 0 else "wrong"
             self.graded[key] = replace(
@@ -383,7 +376,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     # Temperature 0: all samples of a prompt would be equal. So one is sampled, and copied n times at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
-    old = itertools.chain(*dist.gather(list(trajectories.open))) if carries else ()
+    old = dist.gather_all(trajectories.open) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
     # A resumed run has the carried trajectories on other ranks than the uninterrupted run. After `move` both
@@ -395,9 +388,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     if any(dist.gather(chosen is None)) if scattered else chosen is None:
         return [], []
     graded = trajectories.grades()
-    samples = [s for s in graded if (s.prompt_id, s.sample_id) in chosen]
-    left = [*trajectories.open.values(),
-            *(s for s in graded if (s.prompt_id, s.sample_id) not in chosen)]
+    samples = [s for s in graded if s.key in chosen]
+    left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
     if not temperature:
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
     return meet(samples, engine) if scattered else samples, left
@@ -458,7 +450,7 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     """Move samples between ranks so that all samples of a prompt are on one rank. Returns this rank's
     samples, ordered by (prompt_id, sample_id). A collective."""
     outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
-    return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: (s.prompt_id, s.sample_id))
+    return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
@@ -602,7 +594,7 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems, for any number of ranks. So the rounding of a mean does not depend on the number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
-    by_problem = sorted(itertools.chain(*dist.gather(list(rows))))
+    by_problem = sorted(dist.gather_all(rows))
     return {metric: [row[i] for row in by_problem] for i, metric in enumerate(values, 1)}
 
 
@@ -615,23 +607,18 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
     """Returns a new engine for the model folder `path`: the one that --engine names. Raises UserError if this
     engine can't run the model on this device."""
     check_engine_flags(path, cfg, device)
-    return ENGINES[engine_kind(cfg, device)](path, tokenizer, cfg, device, dtype)
+    return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
     """Raises UserError if --tp is used without vLLM, or if the model in the folder `path` does not support
     sequences of cfg.engine_len tokens."""
-    kind = engine_kind(cfg, device)
+    kind = cfg.engine_kind(device.type == "cuda")
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
     require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
             f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "
             f"--max_model_len {known}, or another --model")
-
-
-def engine_kind(cfg: Config, device: torch.device) -> str:
-    """Returns the engine's name in ENGINES. With --engine auto, the name depends on the device."""
-    return cfg.engine_kind(device.type == "cuda")
 
 
 def max_positions(config: Any) -> float:

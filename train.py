@@ -217,19 +217,19 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     advantages. Then update the critic and the policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
-        with dist.phase("ref"), resident(ref, world, cfg):
+        with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
     # With one update per step, the old policy is the current policy. Then policy_pack_loss uses its own
     # log-probs as old log-probs, and this pass is not needed. But a KL term in the reward needs old log-probs
     # before the update.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
         # No optimizer: this pass does not use the optimizer's state, so the state stays on the host.
-        with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world, cfg):
+        with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
                 measure_gap(p.old_logp, p, cfg, meter)
     if critic:
-        with dist.phase("critic"), resident(critic, world, cfg):
+        with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
             train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
     elif cfg.advantage == "return_whiten":
@@ -237,7 +237,7 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     elif cfg.advantage == "group_mean_whiten":
         minibatches = whiten_advantages(minibatches)
     if step >= cfg.freeze_policy_steps:
-        with dist.phase("policy"), resident(policy, world, cfg):
+        with dist.phase("policy"), resident(policy, world):
             train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
 
 
@@ -268,8 +268,7 @@ def prepare(cfg: Config) -> Run:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
-    cfg = dist.together(lambda: replace(
-        cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model)))
+    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model))
     check_ranks(cfg, world.size)
     out, lock = preflight(cfg, world.main)
     try:
@@ -283,16 +282,16 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     """Returns the run of the folder `out`, after all checks of config, data and memory. If the folder has a
     checkpoint, the run continues from there. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
-    found = dist.together(lambda: ckpt.find(out, cfg.resume))
-    origin = dist.together(lambda: ckpt.named(cfg.start_from)) if cfg.start_from and not found else None
+    found = dist.together(ckpt.find, out, cfg.resume)
+    origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     start_id = checkpoint_id(found or origin)
     check_same("starts from", {"checkpoint": start_id}, "a path that all share")
-    tokenizer, problems, held_out = dist.together(lambda: load_data(cfg, say))
+    tokenizer, problems, held_out = dist.together(load_data, cfg, say)
     check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     plan_table = check_fit(cfg, world, epoch_len(problems), say)
-    grader = dist.together(lambda: make_grader(cfg))
-    engine = dist.together(lambda: make_engine(cfg.model, tokenizer, cfg, world.device, world.dtype))
+    grader = dist.together(make_grader, cfg)
+    engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
     check_gold("--data", problems, grader, cfg, world, say)
     for name, part in held_out.items():
         check_gold(f"evaluation set {name}", part, grader, cfg, world, say, refuse=False)
@@ -307,7 +306,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
-    log = dist.together(lambda: Logger(out, cfg, world.main, start, ckpt.VERSIONS))
+    log = dist.together(Logger, out, cfg, world.main, start, ckpt.VERSIONS)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     log.save_plan(plan_table)
     for line in filter(None, (agreement, taken)):
@@ -358,7 +357,7 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
                              fused=fused)
 
 
-def resident(role: Role, world: dist.World, cfg: Config):
+def resident(role: Role, world: dist.World):
     """Returns a context manager. Inside it, the role's model and optimizer state are on the device. With
     --offload they are on the host at all other times."""
     return dist.on_device(role.model, role.optimizer, world.device)
@@ -396,7 +395,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     if step == 0:
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
-        batch, samples = resample(run, step, batch, samples, arrivals)
+        batch, samples = resample(run, step, batch, samples)
     return batch, samples, carried
 
 
@@ -409,14 +408,14 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
     The batch has the prompts whose samples `draw` returns, so it is known only after sampling. During
     sampling, prompt_id is the prompt's number in the run (data.numbers_at)."""
     cfg = run.cfg
-    carried = set().union(*dist.gather({s.prompt_id for s in run.carried}))
+    carried = set(dist.gather_all(s.prompt_id for s in run.carried))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
     samples, left = draw(run, problems, (step,), arrivals, run.carried)
     meter.add("carried", sum(not s.reason for s in left))
     ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
     meter.add("staleness/mean", ages.sum(), len(ages))
     meter.add_max("staleness/max", ages.max(initial=0))
-    numbers = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
+    numbers = sorted(set(dist.gather_all({s.prompt_id for s in samples})))
     place = {number: i for i, number in enumerate(numbers)}
     samples = [replace(s, prompt_id=place[s.prompt_id]) for s in samples]
     return [problems[i] for i in numbers], samples, left
@@ -449,8 +448,8 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
     return bool(dist.stop_signal) and cfg.tp == 1
 
 
-def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
-             arrivals: list[float]) -> tuple[list[Problem], list[Sample]]:
+def resample(run: Run, step: int, batch: list[Problem],
+             samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
     """Replace uniform prompts by new prompts (DAPO's dynamic sampling, arXiv 2503.14476, eq. 11). A prompt is
     uniform if all its samples have the same reward from the grader; reward parts do not count. Returns 1. the
     new batch; 2. this rank's samples of this batch.
@@ -465,11 +464,11 @@ def resample(run: Run, step: int, batch: list[Problem], samples: list[Sample],
         replacements = replacement_batch(run.problems, step, round, cfg)
         for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
-        drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), arrivals)
+        drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), [])
         if dist.stop_requested():  # `draw` was aborted on some rank and returned no samples there
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
-        samples = sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
+        samples = sorted(drawn, key=lambda s: s.key)
         uniform = uniform_prompts(samples, cfg)
     if uniform:
         run.log.alarm(f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
@@ -482,7 +481,7 @@ def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
     the same reward."""
     differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
     prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
-    return set().union(*dist.gather([i for i, keep in zip(prompts, differ, strict=True) if not keep]))
+    return set(dist.gather_all(i for i, keep in zip(prompts, differ, strict=True) if not keep))
 
 
 @dist.phase("eval")
@@ -823,7 +822,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     # dist.gather is a collective: all ranks must take the same branch. They do, because these metrics are the
     # same on all ranks.
     if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
-        for error in sorted(set().union(*dist.gather(run.grader.new_errors()))):
+        for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
             log.alarm(f"grading failed: {ascii(error)}", step)
     return dist.stop_requested()
 

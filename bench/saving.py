@@ -48,7 +48,7 @@ def main() -> None:
                   critic_lr=still)
     dist.init()
     with user_errors("saving.py"):
-        out = dist.together(lambda: new_folder(args.out))
+        out = dist.together(new_folder, args.out)
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}

@@ -61,13 +61,13 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
-        check_same("runs", dist.together(lambda: program(cfg)),
+        check_same("runs", dist.together(program, cfg),
                    "the same code, packages and command line on every machine")
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
-        dist.together(lambda: check_shared(folder, owner))
+        dist.together(check_shared, folder, owner)
         # Raises UserError for an unknown model family. This must come before its tokenizer is read.
-        dist.together(lambda: model_shapes(cfg))
+        dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
         raise
@@ -224,7 +224,7 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str]
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
     require(not shortage, shortage, shortage and plan.remedy(case))
     disk = planned["host and disk, GiB"]["disk, all"]
-    dist.together(lambda: check_space(Path(cfg.out).absolute(), disk * GIB))
+    dist.together(check_space, Path(cfg.out).absolute(), disk * GIB)
     say(f"{plan.verdict(case)}\nthe whole plan: {Path(cfg.out) / 'plan.json'}\n")
     return planned
 
@@ -247,7 +247,7 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
     if len(indices) > GOLD_SAMPLE:
         indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
-    bad = sum(dist.gather(ungradable(problems, indices[world.rank::world.size], grader)), [])
+    bad = dist.gather_all(ungradable(problems, indices[world.rank::world.size], grader))
     shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
     found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
     if bad:
@@ -309,15 +309,15 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     errors: messages of the errors in this rank's grader"""
     if dist.stop_requested():
         return
-    shown = sum(dist.gather([s for s in samples if s.sample_id == 0 and s.prompt_id < 3]), [])
+    shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
     for s in sorted(shown, key=lambda s: s.prompt_id):
         say(as_text(s, batch[s.prompt_id], tokenizer))
-    reasons = Counter(sum(dist.gather([s.reason for s in samples]), []))
+    reasons = Counter(dist.gather_all(s.reason for s in samples))
     total, cut = reasons.total(), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     say(f"\nof the first {total} responses: {graded}\n")
     found = [name for s in samples if s.reason == "unparsed" for name in readers(s.text) if name != "whole"]
-    found = Counter(sum(dist.gather(found), []))
+    found = Counter(dist.gather_all(found))
     extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common())
     if extractors:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} of them; others "
@@ -326,7 +326,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
             "score 0",
             "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
-    mostly, errors = reasons.most_common(1)[0][0], sum(dist.gather(list(errors)[:1]), [])
+    mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
     scored = any(dist.gather(any(s.reward for s in samples)))
     first = f"; the first: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "

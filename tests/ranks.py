@@ -20,7 +20,6 @@ from log import Logger, Meter, read_metrics
 matplotlib.use("Agg")
 import matplotlib.pyplot  # noqa: E402, F401
 
-import ckpt
 import data
 import dist
 import model

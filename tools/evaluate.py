@@ -37,7 +37,6 @@ from rollout import (
     Scores,
     check_engine_flags,
     check_graders,
-    engine_kind,
     load_sets,
     make_engine,
     make_grader,
@@ -277,7 +276,7 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
     """Returns the part of scores.json that says how a model is evaluated: model, tokenizer, flags, versions
     and date."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
-    flags |= {"engine": engine_kind(c.cfg, engine.device), "device": engine.device.type,
+    flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     used = {"math-verify": version_of("math-verify")}
     if flags["engine"] == "vllm":  # `version_of` can't be used: vLLM's CPU build is a package of another name
@@ -297,7 +296,8 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
     first = candidates[0]
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
-        require(c.engine_key == first.engine_key or engine_kind(c.cfg, world.device) != "vllm",
+        kind = c.cfg.engine_kind(world.device.type == "cuda")
+        require(c.engine_key == first.engine_key or kind != "vllm",
                 f"vLLM takes models of one kind in a process, and {c.cfg.model} differs from "
                 f"{first.cfg.model} in config.json, tokenizer or end tokens",
                 "a command for each, or --engine torch")

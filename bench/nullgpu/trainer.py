@@ -233,7 +233,7 @@ def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config,
                  for u in range(count)]
         torch.cuda.empty_cache()
         phases.begin()
-        with train.resident(role, world, cfg), dist.deterministic(cfg.deterministic):
+        with train.resident(role, world), dist.deterministic(cfg.deterministic):
             phases.end(f"{role.name} on[{i}]")
             if role.name == "critic":
                 packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
