@@ -1,5 +1,5 @@
-"""An engine that runs vLLM inside each training rank. No other file uses vLLM. The package vllm is imported
-when the first engine is created.
+"""An engine that runs vLLM inside each training rank. No other module of the program uses vLLM. The package
+vllm is imported when the first engine is created.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
 and no KV cache, so each step loads the weights again. `load` works in this order, to keep peak memory low:
