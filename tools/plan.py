@@ -1,13 +1,16 @@
-"""What a run will need, before it starts: batches, memory, disk and seconds.
+"""Plans a run before it starts: its batches, memory, disk space and seconds.
 
     python -m tools.plan orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
 
-Arithmetic on the config and on the sizes in a model's config.json. It needs no torch and no device. A run
-makes the same plan for the devices that it finds, prints the plan's first section, and refuses what can't fit
-them.
+The plan is computed from the flags and from the sizes in the model's config.json. It needs no torch and no
+GPU. train.py makes the same plan for its devices. It prints the plan's first section, and raises an error if
+the run does not fit.
 
-Memory is counted at the instants of a step when one rank's device may be fullest, as dist.py, model.py and
-train.py use it. Seconds are estimates from datasheets, right within a factor of about two.
+Memory is computed for one rank's device, at each instant of a step when its memory use may be the largest.
+Seconds are estimates from datasheets, right within a factor of about two.
+
+Two terms of this file: the root is the part of a model outside its layers (embedding, last norm, head), which
+FSDP gathers as one group. A shard is one rank's part of a model's weights, gradients or optimizer.
 """
 
 import json
@@ -22,28 +25,28 @@ import configs
 from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, require
 from grading.rows import read_rows
 
-STATE_BYTES = 12  # per parameter, in memory and in a checkpoint: fp32 weight and AdamW's two fp32 moments
-CHUNKS_ALIVE = 3  # chunks of CHUNK_BYTES alive at once while model.py makes log-probs
-SAMPLER_COPIES = 6  # copies that an engine's sampler makes of its fp32 logits
-CUDA_CONTEXT = 0.6 * GIB  # per GPU, outside PyTorch's allocator: context and kernels
-NCCL_BUFFERS = 0.9 * GIB  # per GPU, outside PyTorch's allocator
-ENGINE_BUFFERS = 1.5 * GIB  # vLLM's activations and CUDA graphs, without its sampler
-SLEEPING_ENGINE = 0.5 * GIB  # GPU memory that vLLM keeps at sleep level 2; a 7B model keeps 0.48 GiB
-LIBRARIES = 5 * GIB  # host memory of one rank's libraries: torch, CUDA, vLLM
-HOLES = 0.015  # unused memory between a pack's activations, as a share of the activations
-HEADROOM = 0.08  # share of a device that --recompute auto leaves free
-MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan has 33 to 39 % (8B model, H100)
-BANDWIDTH = 0.6  # share of a datasheet's bandwidth that is reached
-ASSUMED_PROMPTS = 57_000  # prompts of an epoch where no data can be read: about ORZ's
+STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
+CHUNKS_ALIVE = 3  # model.py computes the logits in chunks; this number of chunks is in memory at once
+SAMPLER_COPIES = 6  # an engine's sampler makes this number of copies of its fp32 logits
+CUDA_CONTEXT = 0.6 * GIB  # memory of CUDA's context and kernels on a GPU, outside PyTorch's allocator
+NCCL_BUFFERS = 0.9 * GIB  # memory of NCCL on a GPU, outside PyTorch's allocator
+ENGINE_BUFFERS = 1.5 * GIB  # memory of vLLM's activations and CUDA graphs, without its sampler
+SLEEPING_ENGINE = 0.5 * GIB  # GPU memory that vLLM keeps at sleep level 2; measured with a 7B model: 0.48 GiB
+LIBRARIES = 5 * GIB  # host memory that torch, CUDA and vLLM need on one rank
+HOLES = 0.015  # unused memory between the activations, as a share of the activations
+HEADROOM = 0.08  # --recompute auto leaves this share of a device's memory free
+MFU = 0.35  # training reaches this share of a GPU's peak FLOP/s; torchtitan: 0.33 to 0.39 (8B model, H100)
+BANDWIDTH = 0.6  # decoding reaches this share of the memory bandwidth in a GPU's datasheet
+ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about the size of ORZ's data
 
 
 class GPU(NamedTuple):
-    """A GPU's datasheet. A GPU that is not in GPUS has a known memory size and zeros for the rates."""
+    """A GPU's datasheet. For a GPU that is not in GPUS, flops and hbm are unknown: 0."""
 
     name: str
-    memory: float  # bytes, as torch reports them
-    flops: float = 0.0  # FLOP/s, dense bf16
-    hbm: float = 0.0  # bytes/s from its own memory
+    memory: float  # bytes of memory, as torch reports them
+    flops: float = 0.0  # peak FLOP/s of dense bf16 products
+    hbm: float = 0.0  # peak bandwidth of its memory in bytes/s
 
 
 GPUS = {gpu.name: gpu for gpu in (
@@ -57,7 +60,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns the GPU that the driver calls `device`, with `memory` bytes."""
+    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its rates are those of the GPU
+    in GPUS whose name, up to a hyphen, is part of `device`; 0 if there is none."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -69,29 +73,32 @@ def gpu_of(device: str, memory: float) -> GPU:
 class Shape:
     """The sizes of a dense decoder like Llama or Qwen2."""
 
-    name: str  # the model; in KNOWN, a part of the model's path
+    name: str  # the model's path; in KNOWN, a part of that path
     layers: int
     hidden: int
     heads: int
     inner: int  # width of the MLP
     vocab: int
     kv_heads: int
-    tied: bool = False  # whether the head is the embedding
-    head_dim: int = 0  # 0: hidden / heads
-    qkv_bias: bool = True  # as in Qwen2
+    tied: bool = False  # whether the output head shares its weights with the embedding
+    head_dim: int = 0  # width of an attention head; 0 means hidden / heads
+    qkv_bias: bool = True  # whether the projections to queries, keys and values have biases, as in Qwen2
 
     def __post_init__(self) -> None:
-        """Compute the derived sizes.
+        """Compute these sizes:
 
-        q, kv: width of the queries of all heads, and of the keys of all heads.
-        layer: parameters of one decoder layer.
-        policy_params: parameters of the language model. critic_params: parameters of the value model.
-        Two norms a layer are counted, as in Llama. Further norms are below 0.1 % of a model."""
+        q: width of the queries of all heads together
+        kv: width of the keys of all heads together, and also of the values
+        layer: number of parameters of one decoder layer
+        policy_params: number of parameters as a language model
+        critic_params: number of parameters as a critic
+
+        Two norms per layer are counted, as in Llama. Further norms have less than 0.1 % of the parameters."""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
         self.layer = d * (2 * self.q + 2 * self.kv + 3 * self.inner) + 2 * d + biases
-        # A value model: the layers, the embedding, the last norm, and one vector as the head.
+        # A critic has the layers, the embedding (vocab x d), the last norm (d), and a vector (d) as its head.
         self.critic_params = self.layers * self.layer + self.vocab * d + 2 * d
         self.policy_params = self.critic_params - d + (0 if self.tied else self.vocab * d)
 
@@ -102,14 +109,15 @@ KNOWN = {
     "7b": Shape("Qwen2.5-7B", 28, 3584, 28, 18944, 152064, 4),
     "32b": Shape("Qwen2.5-32B", 64, 5120, 40, 27648, 152064, 8),
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
-    "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # of tools/tiny.py
+    "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # the model of tools/tiny.py
 }
-# Model types that use the embedding as the output head, unless config.json says otherwise.
+# Model types whose output head is tied to the embedding if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
 def shape_of(config: dict, name: str) -> Shape:
-    """Returns the shape that a config.json describes. Raises UserError where a size is missing."""
+    """Returns the Shape for the content of a config.json. name: the model's path. Raises UserError if a size
+    is missing."""
     get, family = config.get, config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
@@ -121,8 +129,8 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def read_shape(path: str) -> Shape:
-    """Returns the shape of the model in folder `path`. If there is no such folder, returns the shape of KNOWN
-    whose name is part of `path`. Raises UserError where neither exists."""
+    """Returns the Shape of the model in folder `path`. If the folder has no config.json, returns the Shape in
+    KNOWN whose name is part of `path`. Raises UserError if there is none."""
     file = Path(path) / "config.json"
     known = [shape for shape in KNOWN.values() if shape.name in path]
     if known and not file.is_file():
@@ -132,12 +140,13 @@ def read_shape(path: str) -> Shape:
 
 
 def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:
-    """Returns the FLOP of a forward pass: 2 for each parameter and token, plus the FLOP of attention.
+    """Returns the FLOP of a forward pass over `tokens` tokens: 2 per parameter and token, plus attention.
 
-    width: width of the queries of all heads together.
-    square_lengths: sum of the samples' squared lengths. Causal attention compares half that number of token
-    pairs. Each pair costs two products of 2 x width FLOP.
-    `tokens` and `square_lengths` may also be numpy arrays.
+    width: width of the queries of all heads together
+    square_lengths: the sum, over all samples, of the squared length in tokens
+
+    A sample of length L has L²/2 pairs of a query and a key, because attention is causal. Each layer computes
+    two products of 2 x width FLOP for each pair. `tokens` and `square_lengths` may also be numpy arrays.
     """
     return 2 * params * tokens + 2 * layers * width * square_lengths
 
@@ -147,63 +156,63 @@ def forward_flops(params: float, layers: int, width: int, tokens: float, square_
 
 @dataclass
 class Case:
-    """What is planned: a config, its models and the machines."""
+    """A run to plan: its config, its models and its machines."""
 
     cfg: Config
-    world: int  # ranks
-    shapes: list[Shape]  # 1. the policy; 2. the model that a critic starts from
-    gpu: GPU | None  # None: on CPUs
-    local: int = 1  # ranks on one machine
-    host: float = 0.0  # bytes of free memory on one machine; 0: unknown
-    prompts: int = 0  # prompts of an epoch; 0: unknown, so ASSUMED_PROMPTS
+    world: int  # number of ranks
+    shapes: list[Shape]  # 1. shape of the policy; 2. shape of the model that a critic starts from
+    gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
+    local: int = 1  # number of ranks on one machine
+    host: float = 0.0  # bytes of free memory on one machine; 0 if unknown
+    prompts: int = 0  # number of prompts of an epoch; 0 if unknown: then ASSUMED_PROMPTS is used
 
     def __post_init__(self) -> None:
         """Set the numbers that follow from the fields."""
         cfg, on_gpu = self.cfg, self.gpu is not None
         self.policy, critic = self.shapes
-        # The trained models, and the number of parameters of each model.
+        # models: name -> shape, for each trained model. params: name -> number of parameters.
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
         self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
-        # Bytes of one number in forward, backward and gathered weights.
+        # Bytes of one number in the forward and backward pass and in gathered weights: bf16 or fp32.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # Every engine but the torch engine is counted like vLLM. Such an engine takes --engine_share of a
-        # GPU's memory, and frees that memory when it sleeps.
+        # Every engine except the torch engine is planned like vLLM: it uses --engine_share of a GPU's memory,
+        # and frees that memory when it sleeps.
         self.engine_sleeps = cfg.engine_kind(on_gpu) != "torch"
-        # Whether a model is moved to host memory while it is not in use.
+        # Whether models are moved to host memory while they are not in use.
         self.offloads = cfg.offload and on_gpu
         # Bytes of the engine's weights on one rank.
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
-        # Bytes of one rank's GPU. On CPUs: the rank's part of the machine's free memory.
+        # Bytes of memory that a rank may use: its GPU's memory, or its part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
-        # Ranks that share one copy of weights and optimizer.
+        # Number of ranks that share one copy of the weights and the optimizer state.
         self.shards = cfg.shard_ranks or self.world
-        # Bytes of one rank's shards: in a checkpoint, and in memory between updates. In memory the reference
-        # model's shards are added if there is a KL term.
+        # Bytes of one rank's shards of weights and AdamW's moments: in a checkpoint, and in memory between
+        # updates. If there is a KL term, memory also has the reference model's fp32 shards.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.params["policy"] / self.shards if cfg.kl_coef else 0)
-        # Responses that one engine samples in a step, with the extra responses of --carry.
+        # Number of responses that one engine samples in a step, including the extra prompts of --carry.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token's keys and values on one rank. Each rank keeps at least one key head.
+        # Bytes of one token in a rank's KV cache. Each rank keeps at least one head of the keys.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
     @cached_property
     def recompute(self) -> dict[str, int | None]:
-        """Returns model name -> number of recomputed layers: see `recomputed`."""
+        """Returns name of a model -> number of its recomputed layers, as `recomputed` returns it."""
         return {name: recomputed(self, name) for name in self.models}
 
 
 def recomputed(case: Case, name: str) -> int | None:
-    """Returns the number of layers, counted from the first layer, that the backward pass recomputes in whole.
+    """Returns how many layers of a model, counted from the first one, the backward pass recomputes in whole.
 
-    Every other layer keeps the results of its matrix products and of attention, which cost nearly all its
-    FLOP, and recomputes the rest. None: every layer keeps all activations, and nothing is recomputed.
+    The other layers keep the results of their matrix products and of attention, and recompute only the rest,
+    which costs few FLOP. None: no layer recomputes anything.
 
-    --recompute auto tries None, 0, 1, …, all layers in this order. It takes the first one whose planned peak
-    leaves HEADROOM of the device free."""
+    --recompute auto tries None, 0, 1, … up to all layers. It takes the first value whose planned peak memory
+    leaves the share HEADROOM of the device free."""
     wanted, layers = case.cfg.recompute, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if wanted != "auto":
@@ -217,23 +226,23 @@ def recomputed(case: Case, name: str) -> int | None:
 
 # --- memory of the device
 
-Usage = dict[str, float]  # item -> bytes of one rank's device at one instant; on a CPU, of its memory
+Usage = dict[str, float]  # item -> bytes of memory that the item uses on one rank's device at one instant
 
 
 def _per_token(case, shape, whole):
-    """Returns two numbers of bytes per token:
+    """Returns two sizes in bytes per token:
 
-    1. the activations that all layers together keep for the backward pass;
-    2. the activations that the backward pass recomputes in one layer, the last.
+    1. the activations that all layers keep for the backward pass;
+    2. the activations that the backward pass of the last layer recomputes.
 
-    `whole`: the number of layers that are recomputed in whole, as `recomputed` returns it."""
+    whole: number of layers that are recomputed in whole, as `recomputed` returns it."""
     d, b = shape.hidden, case.number
-    # The inputs of norms, matrix products, attention and the gate. The output of attention is counted twice,
-    # for packs whose segments share a prefix. Such a pack keeps two copies: one with the prefix repeated in
-    # front of each segment, and one with the prefix stored once.
+    # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
+    # attention is counted twice, because a pack whose segments share a prefix keeps two copies of it. One has
+    # the prefix in front of each segment, and one has the prefix once.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # The layer's input, the results of the layer's seven matrix products, the result of attention, and
-    # attention's log-sums in fp32 (4 bytes a head).
+    # Activations of a layer that is not recomputed in whole: its input, the results of its seven matrix
+    # products and of attention, and attention's log-sums (4 bytes a head, fp32).
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -242,17 +251,20 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use. {} on CPUs.
+    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage. {} on CPUs.
 
-    root: parameters of the root (embedding, last norm, head).
-    logits: bytes of the chunks of logits that are alive at once.
-    kept: bytes of the activations that wait for the backward pass.
+    root: number of parameters of the root
+    logits: bytes of the chunks of logits that are in memory at once
+    kept: bytes of the activations that the backward pass will use
 
-    gather buffers: FSDP gathers on a stream of its own, and the allocator gives each stream its own memory.
-    This memory holds the root and one layer, each with a copy of this rank's shards.
-    fragments: free memory that later tensors do not fit into. The allocator leaves it where an fp32 gradient
-    of a layer, fp32 root shards or chunks of logits were, and between activations (HOLES).
-    bench/nullgpu/memory.py compares the sum with the bytes that a driver counts."""
+    The result has two items:
+
+    gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
+        each stream. This memory holds the root and one layer, each with a copy of this rank's shards.
+    fragments: free memory that later tensors do not fit into. It remains where an fp32 gradient of a layer,
+        fp32 shards of the root or chunks of logits were, and between activations (HOLES).
+
+    bench/nullgpu/memory.py compares the planned memory with the bytes that a stub of CUDA's driver counts."""
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
@@ -261,52 +273,52 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, whole):
-    """Returns the memory at the five instants when the update of a model may need most of it.
+    """Returns five Usages: the memory at the five instants of a model's update that may need the most.
 
-    name: "policy" or "critic". whole: the number of layers that are recomputed in whole, as `recomputed`
-    returns it. In the code, T is the number of tokens of the largest pack."""
+    name: "policy" or "critic"
+    whole: number of layers that are recomputed in whole, as `recomputed` returns it"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # The root (embedding, last norm, head) is gathered when the forward pass begins. The root stays gathered
-    # until the backward pass ends.
+    # Number of parameters of the root. It is gathered at the start of the forward pass, and stays gathered
+    # until the end of the backward pass.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
-    T = min(cfg.pack_len, minibatch)
+    T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     kept, again = _per_token(case, shape, whole)
     kept = T * (kept + 2 * b * d)
-    # The backward pass of the MLP allocates the gradients of gate, up and hidden states. The gradient of
-    # gate x up needs no further memory: it reuses the memory of gate x up.
+    # The backward pass of the MLP allocates the gradients of gate, up and hidden states. The gradient of the
+    # product gate x up replaces the product itself in memory.
     working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, kept) | _asleep(case)
     instants = [
-        # 1. Backward pass of the head. The activations of all layers are alive. The head's gradient exists
-        # twice: the fp32 sum over chunks, and its cast to b bytes a number.
+        # 1. Backward pass of the head. The activations of all layers are in memory. The head's gradient is
+        # there twice: as the fp32 sum over the chunks of logits, and cast to the dtype of the weights.
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. The head's gradient is alive until the root is reduced. The previous
-        # layer's fp32 gradient is still being reduced to shards.
+        # 2. Backward pass of a layer. The head's gradient stays in memory until FSDP reduces the root's
+        # gradients over the ranks. FSDP is still reducing the fp32 gradient of the layer before.
         {"gathered weights": b * (root + layer), "activations": kept + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of a layer's backward pass. Alive are the head's gradient, the previous layer's fp32
-        # gradient, this layer's gradient, and an fp32 copy of this layer's gradient.
+        # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the layer
+        # before, this layer's gradient, and an fp32 copy of this layer's gradient.
         {"gathered weights": b * (root + layer), "activations": kept,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the backward pass. Alive are the root's gradient, an fp32 copy of the root's gradient,
+        # 4. End of the backward pass. In memory are the root's gradient, an fp32 copy of the root's gradient,
         # and one layer's fp32 gradient.
         {"whole gradients": (4 + b) * root + 4 * layer},
-        # 5. AdamW's step. AdamW allocates one temporary tensor as large as the weight shards.
+        # 5. AdamW's step. AdamW allocates temporary memory of the size of the weight shards.
         {"AdamW's step": shard}]
     return [_with_total(case, at_rest | usage) for usage in instants]
 
 
 def _engine_memory(case):
-    """Returns the bytes of an awake engine by item. On a GPU the KV cache of vLLM takes all memory of
-    --engine_share that the other items leave."""
+    """Returns the memory of an awake engine as a Usage. On a GPU, vLLM's KV cache takes the rest of
+    --engine_share: all memory that weights and buffers leave."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -320,23 +332,25 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the bytes of the engine while models are trained. The torch engine keeps its weights."""
+    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its weights
+    then."""
     if not case.engine_sleeps:
         return {"engine weights": case.engine_weights}
     return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns the instants of a step in the order of time. Each is a pair:
+    """Returns the memory at the instants of a step, in order of time. Each instant is a pair:
 
     1. the phase: "sync", "rollout", or the name of the model that is updated;
-    2. the bytes of each item, with their sum as "total"."""
+    2. its Usage, with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
-    # Sync gathers one layer or the root at a time. The gather needs a buffer and the gathered weights.
+    # A sync gathers one layer or the root at a time. It needs memory for a buffer and the gathered weights.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # engines/vllm_engine.py copies embedding and head. FSDP would free the originals too early for vLLM.
+    # engines/vllm_engine.py copies the embedding and the head, because FSDP frees the originals before vLLM
+    # has read them.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
@@ -347,8 +361,11 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns the usage with two more items: the total, and the memory of CUDA together with the training
-    state that is on the device without being used at this instant."""
+    """Returns a Usage with two more items:
+
+    total: the sum of all items
+    CUDA and idle state: the memory of CUDA and NCCL, and the weights and AdamW's moments that are on the
+        device but not in use at this instant"""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -356,7 +373,7 @@ def _with_total(case, usage):
 
 
 def fullest(case: Case) -> tuple[str, Usage]:
-    """Returns the instant with the largest total: 1. the phase, 2. the bytes of each item."""
+    """Returns the instant of `memory` with the largest total: 1. the phase; 2. the Usage."""
     return max(memory(case), key=lambda instant: instant[1]["total"])
 
 
@@ -378,9 +395,9 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns bytes of host memory by item. One rank needs memory for its offloaded state, for a copy of its
-    part of a checkpoint, and for libraries. "machine" is the need of all ranks of one machine; without GPUs
-    it includes the memory of training."""
+    """Returns item -> bytes of host memory. A rank needs host memory for its offloaded state, for a copy of
+    its part of a checkpoint, and for libraries. The item "machine" is the sum over all ranks of a machine. On
+    CPUs it includes the memory of training."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -389,34 +406,37 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns bytes of one checkpoint, of the bf16 exports, and of all files of the run on the disk.
+    """Returns item -> bytes on the disk. Items: a checkpoint; the bf16 exports; all checkpoints and exports.
 
-    policy, critic: numbers of parameters. A checkpoint contains the reference model only if that model
-    changes during the run."""
+    policy: number of parameters of the policy
+    critic: number of parameters of the critic; 0 without a critic
+
+    A checkpoint contains the reference model only if its weights may differ from those of --model."""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
-    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)  # + 1: the one that is being written
+    # Besides the --keep checkpoints there is one that is being written, and the best one (--keep_best).
+    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
             "disk, all": count * checkpoint + exports}
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Returns the estimated seconds of a step by phase, with the sum as "step".
+    """Returns phase -> estimated seconds in a step, with the sum as "step".
 
-    prompt, response: mean lengths in tokens. The GPU must be one of GPUS. Communication is not counted."""
+    prompt, response: mean lengths in tokens. The GPU's rates must be known. Communication is not counted."""
     cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    tokens = cfg.samples_per_step * length / case.world  # of this rank
-    # A decode step reads the weights and the KV cache once. Rollout takes at least as long as the decode
-    # steps of one response of maximal length.
+    tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
+    # A decode step reads the weights and the KV cache once. A rollout takes at least as long as the decoding
+    # of one response of maximal length.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // length))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * case.engine_weights / hbm
     rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
     times = {"rollout": max(rollout, longest)}
-    forward = {  # model name -> seconds of one forward pass over this rank's tokens
+    forward = {  # name of a model -> seconds of one forward pass over the tokens of one rank
         name: forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length) / flops
         for name, shape in case.models.items()}
     if cfg.kl_coef:
@@ -426,7 +446,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if "critic" in forward:
         times["values"] = forward["critic"]
     for name, shape in case.models.items():
-        # The backward pass costs two forward passes; recomputed layers cost one more.
+        # A backward pass costs as much as two forward passes. Each recomputed layer costs one more forward
+        # pass of this layer.
         passes = cfg.passes_per_step * (3 + (case.recompute[name] or 0) / shape.layers)
         times[name] = passes * forward[name]
     return times | {"step": sum(times.values())}
@@ -436,11 +457,11 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 
 def shortage(case: Case) -> str:
-    """Returns which memory is too small for this run, as a sentence; "" if the run fits.
+    """Returns a sentence that says which memory is too small for this run; "" if the run fits.
 
-    On a stub of the CUDA driver a run takes 93 to 100 % of its planned memory
-    (bench/results/nullgpu-memory.md). The plan for CPUs is less exact. There the run is refused only if the
-    planned memory is more than twice the available memory."""
+    Measured on a stub of the CUDA driver, runs use 93 to 100 % of their planned memory
+    (bench/results/nullgpu-memory.md). The plan for CPUs is less exact. So a run on CPUs is refused only if
+    its planned memory is more than twice the available memory."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -459,17 +480,18 @@ def shortage(case: Case) -> str:
 def remedy(case: Case) -> str:
     """Returns flags that make the case fit, as text. None of them changes the algorithm.
 
-    free: flags that save memory and cost only speed.
-    single: changes of one flag.
-    changes: all changes to try, in order. First each single change alone, then all free flags together, then
-    all free flags with one further change. If none fits, the same list is tried with 2, 4, … times the
-    ranks."""
+    The changes are tried in this order:
+
+    1. one flag of `single`;
+    2. all flags of `free`, which save memory and cost only speed;
+    3. all flags of `free` and one flag of `single`;
+    4. the same changes with 2, 4, 8, … times the number of ranks."""
     cfg, node = case.cfg, case.local
-    if case.gpu and case.world <= node:  # the run is on one machine, and that machine may have more GPUs
+    if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
-    single = [{flag: value} for flag, value in free.items()]  # the free ones cost only speed
+    single = [{flag: value} for flag, value in free.items()]  # flags of `free` come first
     single += [{"engine_share": share} for share in shares]
     single += [{"tp": n} for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
     single += [{"max_num_seqs": n} for n in (256, 128, 64, 32, 16, 8)]
@@ -487,7 +509,7 @@ def remedy(case: Case) -> str:
 
 
 def verdict(case: Case) -> str:
-    """Returns one line: whether the case fits, and if not, the `remedy`."""
+    """Returns a line that says whether the case fits. If it does not fit, the line ends with the `remedy`."""
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
@@ -496,14 +518,15 @@ def verdict(case: Case) -> str:
 
 # --- the plan as a table
 
-Plan = dict[str, dict]  # section -> name -> a number, a word, or a dict: column -> number or word
+# section -> name -> value. A value is a number, a word, or a dict: column -> number or word.
+Plan = dict[str, dict]
 
 
 def plan_of(case: Case) -> Plan:
-    """Returns the whole plan. plan.json and --json contain this dict; `as_text` makes a table of it.
-    docs/faq.md says how other libraries name the batches."""
+    """Returns the whole plan. This dict is written to plan.json and by --json. `as_text` makes tables of it.
+    docs/faq.md compares the names of the batches with the names in other libraries."""
     cfg, peaks = case.cfg, {}
-    for phase, usage in memory(case):  # keeps the instant of each phase with the largest total
+    for phase, usage in memory(case):  # keeps, for each phase, the instant with the largest total
         usage = {item: n / GIB for item, n in usage.items()}
         peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda usage: usage["total"])
     needs = host_need(case) | disk(cfg, **case.params)
@@ -539,13 +562,13 @@ def _model_rows(case, name):
 
 
 def _columns(columns):
-    """Swaps the two keys. Takes column -> name -> number and returns name -> column -> number."""
+    """Turns a dict column -> name -> number into a dict name -> column -> number. A missing number is 0."""
     names = dict.fromkeys(name for numbers in columns.values() for name in numbers)
     return {name: {column: numbers.get(name, 0) for column, numbers in columns.items()} for name in names}
 
 
 def as_text(plan: Plan) -> list[str]:
-    """Returns the plan as lines of at most 80 columns. A line has a name and the numbers of that name."""
+    """Returns the plan as lines of at most 80 characters. Each line has a name and its values."""
     lines = []
     for section, rows in plan.items():
         first = next(iter(rows.values()))
@@ -568,17 +591,17 @@ def _shown(x):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """The flags of train.py, and the flags that only tools.plan has."""
+    """The flags of tools.plan: all flags of train.py, and two more."""
 
     gpu: Literal[tuple(GPUS)] = "H100"  # the GPU to plan for; --device cpu plans for CPUs
-    json: bool = False  # print JSON: the plan, the verdict and all flags
+    json: bool = False  # print JSON: the plan, whether it fits, and all flags
 
 
 def main() -> None:
-    """`python -m tools.plan PRESET [--gpu NAME] [--json] [flags of train.py]`: print the plan."""
+    """Print the plan: `python -m tools.plan PRESET [--gpu NAME] [--json] [flags of train.py]`."""
     cfg = configs.parse(prog="tools.plan", kind=PlanConfig)
     prompts, world = 0, cfg.ranks or 1
-    with suppress(UserError):  # a plan needs no data
+    with suppress(UserError):  # a plan can be made without the data: `prompts` is then 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
     shapes = [read_shape(cfg.model), read_shape(cfg.critic_model or cfg.model)]
     gpu, host = (None, host_memory()) if cfg.device == "cpu" else (GPUS[cfg.gpu], 0.0)

@@ -1,12 +1,12 @@
-"""What a person reads about runs: curves, a summary as text, and an HTML page.
+"""Reports on runs: plots of their curves, a summary as text, and an HTML page.
 
     python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
     python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
 
-Runs that differ only in their seed are one recipe. A plot shows the mean of a recipe's runs as a line, and
-the range from the lowest to the highest run as a band. The report reads only the files of the run's folder,
-so it works during a run and after a crash. The HTML page is one file that needs no network. Texts that models
-wrote are escaped in the page.
+Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of its
+runs, and a band from the lowest to the highest run. The report reads only the files of the run's folder. So
+it works during a run and after a crash. The HTML page is one file and needs no network. All texts in the page
+are escaped, because a response may contain HTML.
 """
 
 import argparse
@@ -29,24 +29,24 @@ from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
-    """Returns the names of the metrics that match the regular expression as a whole, in order of first
-    appearance."""
+    """Returns the names of the metrics in `rows` that match the whole regular expression `pattern`. They are
+    in the order of their first appearance."""
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
 def _curve(rows, key):
-    """Returns the values of one metric: step -> value."""
+    """Returns the curve of the metric `key`: step -> value."""
     return {row["step"]: row[key] for row in rows if key in row}
 
 
 def _read_json(path):
-    """Returns the content of config.json or plan.json; {} if there is no file."""
+    """Returns the content of a JSON file; {} if the file does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Returns name of a recipe -> its runs. Runs of one recipe have config.json files that differ only in
-    seed and out. A run without config.json is a recipe of its own."""
+    """Returns name of a recipe -> its runs. In config.json, the runs of a recipe differ only in `seed` and
+    `out`. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
         config = _read_json(run / "config.json") or {"run": str(run)}
@@ -58,8 +58,8 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 
 # --- curves
 
-# Columns: title of the panel; regular expression of its metrics; scale of the axis. A plot of one recipe has
-# these panels, with a line for each metric.
+# The panels of a plot of one recipe. Columns: title of the panel; regular expression for its metrics; scale
+# of its axis. A panel has a line for each metric.
 PANELS = [re.split("  +", row) for row in r"""
 reward                                reward                               share
 held-out accuracy                     eval/.+/avg@\d+                      share
@@ -73,16 +73,16 @@ reflections (a response)              reflections                          share
 tokens a second                       tokens_per_s                         linear
 seconds a step        time/(step|rollout|critic|policy|eval|wait|sync)     linear
 """.strip().splitlines()]
-# A plot of several recipes has a panel for each of these metrics, with a line for each recipe.
+# A plot of several recipes has a panel for each metric that matches. A panel has a line for each recipe.
 COMPARED = (r"reward|eval/.+/avg@\d+|response_len|truncated|entropy|grad_norm/policy|logp_gap/mean|"
             "explained_variance|reflections|tokens_per_s|time/step")
 
 
 def _draw(figure, title, lines, scale):
-    """Draw a panel. lines: label -> a list of curves, one for each run; a curve is step -> value.
+    """Draw a panel of a plot. lines: label -> list of curves, one for each run. A curve is step -> value.
 
-    A line shows the mean of the runs at steps where all runs have a value. A band shows the range from the
-    lowest to the highest run."""
+    Each line shows the mean of its curves, at the steps where all runs have a value. A band shows the range
+    from the lowest to the highest run."""
     axis = figure.add_subplot(xlabel="step")
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))
@@ -93,10 +93,10 @@ def _draw(figure, title, lines, scale):
                           alpha=0.2, linewidth=0)
     if scale == "log":
         axis.set_yscale("log")
-    elif scale == "variance":  # cuts off the values of a new critic, which are far below -1
+    elif scale == "variance":  # values far below -1, as a new critic has them, are not shown
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
-        axis.axhspan(0, 1, alpha=0)  # invisible: the axis reaches from 0 to 1, or further
+        axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes the range from 0 to 1
     figure.suptitle(title, fontsize=12)
     if len(lines) > 1:
         columns = max(1, 52 // (max(map(len, axis.get_legend_handles_labels()[1])) + 5))
@@ -106,8 +106,8 @@ def _draw(figure, title, lines, scale):
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
-    """Draw the runs' curves over their steps into the picture `to`. Raises OSError or ValueError if it can't
-    be written."""
+    """Draw the curves of the runs and write the picture to the file `to`. Raises OSError if it can't be
+    written, and ValueError for an unknown type of picture."""
     from matplotlib.figure import Figure
 
     data = {name: [read_metrics(run) for run in group] for name, group in recipes(runs).items()}
@@ -133,14 +133,14 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def _shorten(text, most=66):
-    """Returns `text` on one line of at most `most` characters. A longer text keeps its beginning and end."""
+    """Returns `text` on one line of at most `most` characters. The middle of a longer text is left out."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
 
 def facts(run: Path) -> dict[str, str]:
-    """Returns name -> text: algorithm, model, steps, seconds, alarms, reward and held-out accuracy of a
-    run."""
+    """Returns the summary of a run, name -> text: algorithm, model, steps, seconds, number of alarms, reward,
+    and metrics of the held-out problems."""
     rows, config = read_metrics(run), _read_json(run / "config.json")
     seconds = _curve(rows, "time/step").values()
     found = {
@@ -158,8 +158,8 @@ def facts(run: Path) -> dict[str, str]:
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a text table with a column for each run: the run's facts, and the flags in which the runs
-    differ."""
+    """Returns a table as text with a column for each run. Its lines are the `facts` of the runs, and the
+    flags in which the runs differ."""
     columns = [{"": str(run)} | facts(run) for run in runs]
     configs = [_read_json(run / "config.json") for run in runs]
     for field in dict.fromkeys(chain(*configs)):
@@ -174,8 +174,8 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """Returns a run as text: its facts, three held-out problems with the answers of the base model and of the
-    trained model, the last five alarms, and the paths of the files."""
+    """Returns the summary of a run as text: its `facts`; three held-out problems, each with a response of the
+    base model and one of the trained model; the last five alarms; the paths of the run's files."""
     lines = [compare([run])]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
@@ -208,28 +208,28 @@ article { border-left: 6px solid #18794e; padding-left: 10px; margin: 10px 0 }
 <h1>$title</h1>"""
 SAMPLE = """<article class="$graded"><b>$graded: $reason</b>, answer $answer, reward $reward, $tokens tokens
 Gold answer $gold: $problem<pre>$response</pre></article>"""
-SHOWN_PROMPTS = 8  # prompts to show of a step
+SHOWN_PROMPTS = 8  # number of prompts that the page shows for a step
 
 
 def _fill(template, values):
-    """Returns the template with each $name replaced by its value, escaped for HTML."""
+    """Returns the template with values[name], escaped for HTML, in place of each $name."""
     return Template(template).substitute({name: escape(str(value)) for name, value in values.items()})
 
 
 def _table(rows):
-    """Returns rows of values as an HTML table. The values are escaped."""
+    """Returns an HTML table of `rows`. The values are escaped for HTML."""
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<table><tr>{'<tr>'.join(cells)}</table>"
 
 
 def _fold(title, html, opened=False):
-    """Returns `html` as a section that folds open at a click on the title."""
+    """Returns `html` as a section that opens at a click on its title. opened: whether it is open at first."""
     return f"<details{' open' * opened}><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _samples(run, kind):
-    """Returns up to 6 steps of samples/ or eval/ as HTML. The newest step is first and unfolded. A prompt is
-    shown with its first right and its first wrong response."""
+    """Returns the responses of up to six steps as HTML, the newest step first. kind: "samples" or "eval", the
+    folder with the responses. For each prompt, its first right and its first wrong response are shown."""
     files, html = sorted((run / kind).glob("step_*.jsonl")), ""
     for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
         cards = {}
@@ -243,7 +243,8 @@ def _samples(run, kind):
 
 
 def _metrics(rows):
-    """Returns all metrics as an HTML table: name, and first, last, lowest and highest value."""
+    """Returns an HTML table with a line for each metric: its name, and its first, last, lowest and highest
+    value."""
     table = [["metric", "first", "last", "lowest", "highest"]]
     for key in _keys_of(rows, "(?!step$).+"):
         values = list(_curve(rows, key).values())
@@ -252,7 +253,7 @@ def _metrics(rows):
 
 
 def write_report(run: Path) -> None:
-    """Write RUN/plot.png and RUN/report.html from the files in RUN. Raises OSError."""
+    """Write plot.png and report.html into the folder of a run. Raises OSError if they can't be written."""
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [(f"step {alarm['step']}", alarm["text"]) for alarm in read_jsonl(run / "alarms.jsonl")]
@@ -272,7 +273,7 @@ def write_report(run: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command. Exits with one line on a user's mistake."""
+    """Run the command. A user's mistake ends it with a message of one line."""
     parser = argparse.ArgumentParser("tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
     parser.add_argument("--out", type=Path, help="picture of several runs (compare.png)")
@@ -292,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         to = args.out or Path("compare.png")
         try:
             plot(args.runs, to)
-        except (OSError, ValueError) as e:  # a folder or a kind of picture that can't be written
+        except (OSError, ValueError) as e:  # --out can't be written, or is no type of picture
             raise UserError(str(e)) from None
         print(f"{compare(args.runs)}\n\nplot  {to}")
 

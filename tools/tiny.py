@@ -1,18 +1,18 @@
-"""Pretrains the demo's base model in half a minute on a laptop, with its tokenizer and problems.
+"""Makes the demo's base model, tokenizer and problems. Takes half a minute on a laptop.
 
     python -m tools.tiny [OUT=runs/tiny-base] [--seed 0]  # or: tiny.build("OUT")
 
-The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. Half of the last
-pretraining texts work the sum out: units, tens, answer.
+The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. The last third of
+the pretraining texts has two kinds of responses. Half of them add the units first, then the tens:
 
     37+45=<think>7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>
 
-The other half answer at once, with a guess that is off by at most `OFF`:
+The other half guess without reasoning. The guess is wrong by at most `OFF`:
 
     37+45=<think></think><answer>\\boxed{79}</answer>
 
-So the model can reason, and at temperature 1 it does so half of the time. RL from the verified answer raises
-that share, as it does in a pretrained model, and responses grow longer.
+So the model has learned to reason, but at temperature 1 it reasons in only half of its responses. RL with a
+reward for right answers makes it reason more often, so its responses become longer.
 
 The output is a Hugging Face model folder with `train.jsonl` and `heldout.jsonl`. The held-out problems are
 not in the pretraining texts. bench/tasks.py pretrains models for other tasks.
@@ -34,20 +34,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from configs import require, user_errors
 
-VERSION = 3  # version of this recipe; another version gives another model
-# GUESSES: share of the final texts that guess; the final texts are the last third of all texts. OFF: largest
-# error of a guess. The error is uniform in the integers from -OFF to OFF.
+VERSION = 3  # to be raised with each change of this file that changes the model
+# GUESSES: share of guesses in the final texts, which are the last third of the pretraining texts.
+# OFF: largest error of a guess. The error is uniform over the integers from -OFF to OFF.
 GUESSES, OFF = 0.5, 12
-BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts an update, learning rate, warm-up updates
-HELD_OUT = 512  # number of problems in heldout.jsonl; there are 8100 problems
+BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, learning rate, warm-up updates
+HELD_OUT = 512  # number of problems in heldout.jsonl; the other 7588 of the 8100 problems are for training
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
 
 def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`.
 
-    Decoding the tokens of a text gives the same text. The tags are ordinary tokens, because the reward must
-    see them: decoding without special tokens removes only <eos> and <pad>.
+    Decoding the tokens of a text gives the same text. The tags are ordinary tokens, not special tokens:
+    decoding with skip_special_tokens=True must keep them, because the reward needs them.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -62,19 +62,22 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 class Task(NamedTuple):
-    """A kind of problem, and the pretraining texts that answer such problems."""
+    """A kind of problem. Its fields are functions that make problems and pretraining texts."""
 
     name: str
-    problems: Callable[[random.Random], list]  # all problems, in random order
-    text: Callable  # (problem, rng, final) -> prompt, response; the last third of the texts are `final`
-    row: Callable[..., dict]  # problem -> row of the data files
+    problems: Callable[[random.Random], list]  # returns all problems, in random order
+    # (problem, rng, final) -> (prompt, response) of a pretraining text. `final` is True for the last third of
+    # the texts.
+    text: Callable
+    row: Callable[..., dict]  # problem -> its row in the data files
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """Returns a + b worked out by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
+    """Returns the addition of a and b by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said(total): the number to write as the total of a column. A task with mistakes may write a wrong one.
+    said: returns the number to write for the total of a column. A task whose texts contain mistakes may
+        return a wrong number.
     """
     columns, carry = [], 0
     while a or b:
@@ -85,7 +88,7 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
 
 
 def guess(answer: int, rng: random.Random) -> int:
-    """Returns a random number that differs from the answer by at most OFF, and is not negative."""
+    """Returns a random number of at least 0 that differs from the answer by at most OFF."""
     return max(0, answer + rng.randint(-OFF, OFF))
 
 
@@ -97,8 +100,8 @@ def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
-    """Returns prompt and response of a pretraining text. A `final` text is one of the last third of the
-    texts; only final texts may guess."""
+    """Returns the prompt and the response of a pretraining text. final: whether the text is in the last third
+    of the texts. Only these texts may guess."""
     a, b = pair
     if rng.random() < GUESSES and final:
         thought, answer = "", guess(a + b, rng)
@@ -108,7 +111,7 @@ def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[st
 
 
 def sum_row(pair: tuple[int, int]) -> dict[str, str]:
-    """Returns a problem as a row of the data files."""
+    """Returns the row of a problem in the data files."""
     return {"prompt": f"{pair[0]}+{pair[1]}=", "answer": str(sum(pair))}
 
 
@@ -121,11 +124,11 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
     """Build the demo's base model and problems in a folder. Returns the folder's absolute path.
 
-    A folder that already contains this model is left as it is.
+    A folder that already contains this model is not changed.
 
     Args:
-        out: the folder
-        seed: seed of the problems' order, the weights and the texts
+        out: the folder to write
+        seed: seed for the order of the problems, the first weights and the texts
     """
     return build_task(SUMS, out, seed)
 
@@ -133,8 +136,8 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
 def build_task(task: Task, out: str, seed: int = 0) -> str:
     """Build a task's base model and problems in the folder `out`. Returns the folder's absolute path.
 
-    A folder that already contains this model is left as it is. The folder is renamed into place at the end,
-    so it is never incomplete. Raises UserError if the folder contains anything else.
+    A folder that already contains this model is not changed. The files are written to OUT.new, which is
+    renamed to OUT when it is complete. Raises UserError if OUT exists with other content.
     """
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
@@ -142,7 +145,7 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
         return str(path)
     require(not path.exists(), f"{path} is not the base model of {config}",
             "another folder, or remove this one")
-    new = path.with_name(f"{path.name}.new")  # an interrupted build leaves this folder; a new build reuses it
+    new = path.with_name(f"{path.name}.new")  # may exist after an interrupted build; is then overwritten
     new.mkdir(parents=True, exist_ok=True)
     _build(new, seed, task)
     (new / "tiny.json").write_text(json.dumps(config) + "\n")
@@ -151,12 +154,12 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
 
 
 def _build(folder: Path, seed: int, task: Task) -> None:
-    """Write model, tokenizer and problems to `folder`."""
+    """Pretrain the model, and write model, tokenizer and problems to `folder`."""
     rng, tokenizer = random.Random(seed), task.tokenizer()
     problems = task.problems(rng)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
+    with torch.random.fork_rng(devices=[]):  # restores the caller's random state
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(Qwen2Config(
             vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
@@ -172,11 +175,10 @@ def _build(folder: Path, seed: int, task: Task) -> None:
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
              task: Task) -> None:
-    """Train `model` to predict the next tokens of the responses. All prompts must have the same number of
-    tokens.
+    """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
 
-    The first two thirds of the texts have no guesses, because working out a problem takes longest to learn.
-    When a problem comes again, it gets a new response.
+    The first two thirds of the texts have no guesses, because reasoning takes longer to learn than guessing.
+    A problem that occurs several times gets a new text each time.
     """
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
@@ -186,7 +188,7 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
     prompt_len = len(tokenizer(texts[0][0]).input_ids)
     whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
     tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
-    tokenizer.backend_tokenizer.no_padding()  # else the padding would be saved with the tokenizer
+    tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for i, batch in enumerate(tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)):
         cosine = 0.5 + 0.5 * math.cos(math.pi * i / BATCHES)
