@@ -1,9 +1,9 @@
-"""Atomic checkpoints (complete or ignored), resuming, and Hugging Face exports.
+"""Atomic checkpoints, resuming a run, and Hugging Face exports.
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00000.safetensors   one file a rank: the rank's slices of all tensors; the header has the offsets
-    carried-00000.json        with --carry, one file a rank: its trajectories that the next step continues
+    shard-00000.safetensors   one file per rank: the rank's slices of all tensors; the header has the offsets
+    carried-00000.json        with --carry, one file per rank: trajectories that the next step continues
     state.json                number of finished steps, config, fingerprint of the problems, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
@@ -12,11 +12,12 @@ any number of ranks. The key of an fp32 weight is `policy.NAME`. The keys of the
 `policy.NAME.exp_avg` and so on. `critic` and `ref` have the same kind of keys. Nothing is pickled. No random
 state is saved, because every random choice is a function of (seed, step).
 
-A thread writes the files while training continues. DCP's own writer would build each file in host memory. It
-would also need a second process, so that its Python code does not hold the GIL.
+A thread of this file writes the checkpoint while training continues. DCP's own writer is not used for two
+reasons. It builds each file in host memory. And it needs a second process, because its Python code holds the
+GIL.
 
 `publish` makes a finished checkpoint visible. `complete` lists the checkpoints of a run. `find` looks up the
-checkpoint to start from. A checkpoint is never overwritten, and only `prune` deletes one. An export
+checkpoint to start from. A complete checkpoint is never overwritten, and only `prune` deletes one. An export
 overwrites only an earlier export, which has the marker file `torz.json`. A state with NaN or infinity is
 never saved.
 
@@ -56,7 +57,7 @@ from data import Sample, chat_template, prompt_form
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
 
-MARKER = "torz.json"  # of an exported folder
+MARKER = "torz.json"  # the file that marks a folder as an export
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]  # by name: policy, critic, ref (without optimizer)
@@ -71,17 +72,18 @@ def _is_main():
 
 
 class StagingBuffer:
-    """A copy of this rank's slices of the models' state in host memory, from which a checkpoint is written.
-    The memory is kept for the next save, because allocating it takes as long as the copy."""
+    """Host memory with a copy of this rank's slices of all weights and optimizer states. A checkpoint is
+    written from this copy. The memory is kept for the next save, because allocating it takes as long as the
+    copy."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
         self.slices: dict[str, Tensor] = {}
-        self.offsets: dict[str, list[int]] = {}  # where each slice that this rank writes begins in its tensor
+        self.offsets: dict[str, list[int]] = {}  # see owned_offsets
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the models' current state to the buffer. All ranks must call this together."""
+        """Copy the current weights and optimizer states to the buffer. All ranks must call this together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
@@ -91,12 +93,13 @@ class StagingBuffer:
         torch._foreach_copy_(list(self.slices.values()), list(local.values()))
 
     def not_finite(self) -> str:
-        """Returns the name of a tensor with NaN or infinity in this rank's slice, or "" if there is none."""
+        """Returns the name of a tensor whose slice on this rank has NaN or infinity, or "" if there is
+        none."""
         return next((key for key in self.offsets if not is_finite(self.slices[key])), "")
 
     def write(self, file: Path) -> None:
-        """Write the slices that this rank owns in DCP's format, and wait until they are on the disk.
-        save_file releases the GIL while it writes, so training and vLLM continue."""
+        """Write this rank's slices in DCP's format, and wait until they are on the disk. save_file releases
+        the GIL while it writes, so training and vLLM continue."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -104,14 +107,15 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns whether all numbers of `x` are finite. If `x` has a NaN, aminmax returns NaN. aminmax takes
-    0.1 s a GB on one core, and isfinite takes 1.5 s a GB."""
+    """Returns whether all numbers in `x` are finite: then its minimum and maximum are finite too. (aminmax
+    returns NaN if `x` has a NaN.) aminmax takes 0.1 s a GB on one core; isfinite on all numbers takes
+    1.5 s."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset of this rank's slice in the whole tensor. If several ranks hold the same slice,
-    only the first of these ranks has an entry and writes the slice."""
+    """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
+    the same slice, only the first of these ranks writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -120,8 +124,8 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
-    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL meanwhile. CRC-32 takes
-    0.33 s a GB on one core. SHA-256 takes 0.65 s a GB on a CPU with instructions for SHA-256."""
+    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL while it computes. CRC-32
+    takes 0.33 s a GB on one core. SHA-256 would take 0.65 s a GB, even with the CPU's SHA instructions."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -130,7 +134,7 @@ def crc32(file: Path) -> str:
 
 
 def _describe(*files):
-    """Returns file name -> size and checksum."""
+    """Returns file name -> size and checksum, as in COMPLETE."""
     return {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in files}
 
 
@@ -148,13 +152,13 @@ ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.i
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSON, which keeps every bit of a float, and wait until they are on the disk."""
+    """Write samples as JSON, and wait until they are on the disk. JSON keeps every bit of a float."""
     file.write_text(json.dumps([vars(s) for s in samples], default=np.ndarray.tolist))
     _sync(file)
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """Returns the saved trajectories of all ranks, ordered by (prompt_id, sample_id)."""
+    """Returns the carried trajectories of all ranks in a checkpoint, ordered by (prompt_id, sample_id)."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -168,18 +172,22 @@ def read_carried(folder: Path) -> list[Sample]:
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time. `save` copies the state to host memory; a thread writes the
-    files beside the training.
+    """Writes a run's checkpoints, one at a time. `save` copies weights and optimizer states to host memory.
+    Then a thread writes the files while training continues.
 
-    `facts` goes into state.json. `saved` is the number of steps in the newest complete checkpoint. The
-    thread calls `warn` with a line of text if a save fails, or if old checkpoints can't be deleted.
+    out: the run's folder.
+    facts: written to state.json.
+    saved: number of steps of the newest complete checkpoint in `out`, or 0 in a new run. None: the run
+        continues a checkpoint of another folder, and has saved nothing in `out` yet.
+    warn: the thread calls it with a line of text if a save fails, or if an old checkpoint can't be deleted.
     """
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
                  warn: Callable[[str], None]) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        self.group = td.new_group(backend="gloo")  # for the thread's collectives, beside those of training
+        # The thread's collectives need their own process group, because training uses the default group.
+        self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
         self.in_flight: Future[None] | None = None  # the last save
@@ -189,28 +197,30 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Finish the previous save. Then start to save the checkpoint after `step` steps, unless it exists.
-        With `wait`, finish this save too. `carried`: this rank's trajectories that the next step continues.
-        Raises UserError as `finish` does."""
+        """Wait for the previous save. Then start to save the state after `step` steps, unless that is saved
+        already. If `wait`, wait for this save too. `carried`: this rank's trajectories that the next step
+        continues. Raises UserError as `finish` does."""
         self.finish()
         if step == self.saved:
             return
         self.buffer.update()
-        token = dist.gather(secrets.token_hex(8))[0]  # so an old process that still writes has another folder
+        # An old process of this run may still write a checkpoint. The random token gives it another folder.
+        token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
         if wait:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the unfinished save. Raises UserError, the same on every rank, if two saves in a row
-        failed, or if the state has NaN or infinity (the next state would have them too)."""
+        """Wait for the last save. Raises UserError, the same on every rank, in two cases. 1. Two saves in a
+        row failed. 2. The weights or optimizer states have NaN or infinity, so the next save would fail
+        too."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Runs in the thread. Write this rank's files. After all ranks wrote their files, rank 0 publishes
-        the checkpoint. Raises UserError as `finish` does."""
+        """Write this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
+        Runs in the thread. Raises UserError as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -235,15 +245,17 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """On rank 0: publish the checkpoint, then prune old checkpoints. Calls `warn` where an old checkpoint
-        can't be deleted. Returns an error of one line, or "". `every`: (error, files) of each rank."""
+        """Publish the checkpoint and delete old ones. Only rank 0 calls this function. Returns an error in
+        one line, or "". Calls `warn` for each old checkpoint that can't be deleted.
+
+        `every` has one (error, files) for each rank: the results of the rank's `_write`."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
-            shutil.rmtree(temp, ignore_errors=True)  # the disk may be full
+            shutil.rmtree(temp, ignore_errors=True)  # frees space, because the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
             return f"the checkpoint after {step} steps failed: {error}; the last complete one: {last}"
         for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):
@@ -252,7 +264,8 @@ class Saver:
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Returns ("", the result of work(*args)); or (the error in one line, None) if `work` failed."""
+    """Call work(*args). Returns ("", its result), or (the error in one line, None) if it raised OSError or
+    SafetensorError."""
     try:
         return "", work(*args)
     except (OSError, SafetensorError) as e:
@@ -260,14 +273,14 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the hidden folder in which `final` is written. When it is finished, it is renamed to
-    `final`."""
+    """Returns a hidden folder beside the folder `final`. The files of `final` are written there. When all are
+    written, the hidden folder is renamed to `final`."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete unfinished folders of `final` that killed processes left. The name of `final` may be a
-    pattern."""
+    """Delete the hidden folders (see `unfinished`) that killed processes left. The last part of `final` may
+    be a glob pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -276,9 +289,9 @@ def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> 
     """Turn the folder `temp`, which has the files of all ranks, into the checkpoint `final`. Checkpoints
     become visible only here. To upload checkpoints, start the upload at the end of this function.
 
-    Runs on rank 0, in a thread beside training. Each change is on the disk before the next change. `files`:
-    sizes and checksums of the ranks' files. Raises OSError if a file is missing or too short, or if `final`
-    exists.
+    Runs on rank 0, in the saving thread. Each change is on the disk before the next change is made.
+    `facts`: content of state.json. `files`: sizes and checksums of the ranks' files. Raises OSError if a file
+    is missing or has another size, or if `final` exists.
     """
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
@@ -287,7 +300,7 @@ def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> 
     if cut:
         raise OSError(f"{cut[0]} was cut")
     if final.is_dir() and not final.is_symlink() and read_mark(final) is None:
-        _remove(final)  # a checkpoint that a crash left incomplete
+        _remove(final)  # `final` is an incomplete checkpoint, which a crash left
     (temp / "COMPLETE").write_text(json.dumps(files))
     _sync(state, temp / "COMPLETE", temp)
     temp.rename(final)  # fails if `final` exists and is not an empty folder
@@ -295,9 +308,9 @@ def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> 
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete complete checkpoints, except the newest `keep` ones and the checkpoint with the best evaluation
-    (`keep_best`, see Config). `ckpt/best` becomes a link to the best one. A checkpoint that is a symbolic
-    link belongs to the user and stays. Returns error messages, one line each."""
+    """Delete old complete checkpoints. The newest `keep` checkpoints stay. The checkpoint with the best
+    evaluation stays too (`keep_best`, see Config), and the link `ckpt/best` is set to it. A checkpoint that
+    is a symbolic link belongs to the user and stays. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -308,8 +321,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete the files of a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored.
-    Raises OSError if the folder has other files; they stay."""
+    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. If the user
+    put other files into the folder, they stay, and OSError is raised."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -318,16 +331,18 @@ def _remove(folder):
 
 
 def _link_best(link, name):
-    """Make the symbolic link `link` point to `name`. Raises OSError if `link` exists and is no link."""
+    """Make the symbolic link `link` point to `name`. Raises OSError if `link` is a file or a folder."""
     if link.is_symlink():
         link.unlink()
     link.symlink_to(name)
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint with the highest evaluation, or None if no checkpoint has an evaluation. Of
-    equal ones, the newest is returned. `metric`: the name of a metric; or a pattern, then the mean of the
-    matching metrics counts; or "auto"."""
+    """Returns the checkpoint of `folders` with the highest value of `metric`, or None if no checkpoint has a
+    value. If several have the highest value, the newest one is returned.
+
+    `metric` is the name of a metric, or a pattern, or "auto", which means the pattern eval/*/avg@*. The value
+    of a pattern is the mean of all metrics that match."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -346,15 +361,15 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def complete(out: Path) -> list[Path]:
-    """Returns the folders of the run's complete checkpoints, oldest first. Folders with other names belong to
-    the user and are left out."""
+    """Returns the folders of the run's complete checkpoints, oldest first. Folders with names other than
+    step_NNNNNN belong to the user and are left out."""
     found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
     return sorted((p for p in found if read_mark(p) is not None), key=lambda p: (len(p.name), p.name))
 
 
 def read_mark(folder: Path) -> Files | None:
-    """Returns the sizes and checksums in COMPLETE, or None if the checkpoint has no COMPLETE. If COMPLETE is
-    not JSON, returns an entry for COMPLETE that never matches, so `damaged` reports it."""
+    """Returns the sizes and checksums that COMPLETE lists, or None if the checkpoint has no COMPLETE. If
+    COMPLETE is damaged and not JSON, returns {"COMPLETE": {}}, which `damaged` then reports."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -364,9 +379,10 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since it was saved, or "". Reads one of `ranks` shares of the
-    files, so that the ranks divide the work."""
-    foreign = {p.name: {} for p in folder.glob("*.safetensors")}  # DCP would read these too
+    """Returns the name of a file of the checkpoint that changed since it was saved, or "". The ranks divide
+    the work: a call reads every `ranks`-th file, beginning with file number `rank`."""
+    # A .safetensors file that is not in COMPLETE counts as changed, because DCP would read this file too.
+    foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
         if error or found[name] != entry:
@@ -389,9 +405,11 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the checkpoint that the run in `out` starts from, or None. The newest checkpoint in `out` is
-    taken. If `out` has none, `resume` may be a path as in `named`. Raises UserError. The checkpoint is looked
-    up only here. To download checkpoints, do so at the start of this function."""
+    """Returns the checkpoint from which the run in `out` continues: the newest one in `out`. If `out` has
+    none, `resume` may name one (see `named`). Returns None if there is neither. Raises UserError if `resume`
+    names no checkpoint, or an older one in `out`.
+
+    The checkpoint is looked up only here. To download checkpoints, do so at the start of this function."""
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
@@ -402,10 +420,15 @@ def find(out: Path, resume: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """Returns the checkpoint that a path names. The path may be a checkpoint's folder, the link
-    RUN/ckpt/best, a run (then its newest checkpoint), RUN/STEP or RUN/best. Raises UserError."""
+    """Returns the checkpoint that a path names. RUN is a run's folder. The path may be
+
+        RUN                          the run's newest checkpoint
+        RUN/STEP, RUN/best           the run's checkpoint after STEP steps, or its best checkpoint
+        a checkpoint's folder, or a link to it
+
+    Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
-    of_run = path.parent / "ckpt"  # if the path is RUN/best or RUN/STEP
+    of_run = path.parent / "ckpt"  # used if `name` is RUN/STEP or RUN/best
     places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
     found = next((p for p in places if read_mark(p) is not None), None)
     there = ", ".join(p.name for p in complete(path.parent))
@@ -415,8 +438,9 @@ def named(name: str) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its checksum. Then return its state.json. Each rank checks a
-    share of the files. Raises UserError, the same on every rank, if a file is damaged."""
+    """Returns the content of a checkpoint's state.json, after comparing every file of the checkpoint with its
+    checksum. Each rank checks some of the files. Raises UserError, the same on every rank, if a file is
+    damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its bytes are not those that were saved",
@@ -425,11 +449,12 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
-    """Fill models and optimizers from a checkpoint. Returns the number of finished steps. The run that saved
-    the checkpoint may have had another number of ranks. `facts`: this run's config, problems, reward files.
+    """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
+    steps. The run that saved it may have had another number of ranks. `facts`: the config of this run, the
+    fingerprint of its problems, and the hashes of its reward files.
 
-    Raises UserError if a file is damaged, if this run's --steps is smaller than the checkpoint's step, or if
-    this run's config, problems or reward files would give other results than those of the saved run.
+    Raises UserError in three cases. 1. A file is damaged. 2. The checkpoint has more steps than this run's
+    --steps. 3. The problems, a reward file or a setting of the algorithm changed since the checkpoint.
     """
     saved = read_state(path)
     require(saved["step"] <= facts["config"]["steps"], f"{path} is after {saved['step']} steps, and this run "
@@ -447,9 +472,9 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
 
 
 def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
-    """Fill models with the weights of another run's checkpoint. Optimizers are not filled. The reference gets
+    """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
     the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config
-    and the tokenizer's hash of this run.
+    of this run and the hash of its tokenizer.
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ between the runs.
     """
@@ -471,12 +496,13 @@ def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """Fill a model and its optimizer from a checkpoint. `who` is the model's name there: policy, critic,
-    ref.
+    """Fill a model and its optimizer from a checkpoint. `who` is the model's name in the checkpoint: policy,
+    critic or ref.
 
-    A step with zero gradients creates the tensors of the optimizer's state. Loading then overwrites these
-    tensors and the weights. A parameter gets state only if the checkpoint has some, such as
-    `policy.NAME.exp_avg`; an optimizer without a step saved none."""
+    First an optimizer step with zero gradients creates the tensors of the optimizer's state. Then these
+    tensors and the weights are loaded, so the step has no other effect. A parameter gets state only if the
+    checkpoint has tensors such as `policy.NAME.exp_avg` for it. It has none if the optimizer had not made a
+    step before the save."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -490,13 +516,13 @@ def _fill(path, who, model, optimizer):
 
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
-    """Returns the model folder from which policy, critic or ref started. `config`: the run's config as a
-    dict."""
+    """Returns the Hugging Face folder from which the model `who` (policy, critic or ref) was loaded at the
+    start. `config`: the run's config as a dict."""
     return (config["critic_model"] if who == "critic" else "") or config["model"]
 
 
 def is_export(folder: Path) -> bool:
-    """Returns whether torz exported this folder."""
+    """Returns whether the folder is an export of torz."""
     return (folder / MARKER).is_file() and not folder.is_symlink()
 
 
@@ -510,19 +536,24 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Mapping[str, Any] | None = None) -> None:
-    """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer, generation config, and with
-    `facts` (from `marker`) the prompt's form. An earlier export there is replaced.
+    """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. An
+    earlier export there is replaced. All ranks must call this function.
 
-    `weights`: (name, whole tensor) of every parameter. All ranks must iterate over `weights`, because
-    dist.full_weights is a collective. Rank 0 copies the tensors to host memory and writes them. `source`: the
-    model folder that this model came from; its configs are copied. Raises UserError, the same on every rank,
-    for a full disk, and if `out` exists and is no earlier export.
+    weights: (name, whole tensor) of every parameter. All ranks iterate over them, because dist.full_weights
+        gathers them from all ranks. Rank 0 copies them to host memory and writes them.
+    source: the model folder from which the model was loaded. Its configs are copied.
+    facts: content of the marker file (from `marker`). With it, the export also gets a chat template that
+        makes the prompts of training.
+
+    Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
+    earlier export.
     """
     dist.together(check_export_path, out)
     state = {}
     for name, tensor in weights:
         if _is_main():
-            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()  # the pinned copy is freed
+            # on_host makes a pinned copy; clone, so that this pinned memory is freed.
+            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
         error, _ = _attempt(_write_export, out, state, exported_config(model, source), tokenizer, source,
@@ -535,8 +566,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export is replaced. Raises
-    OSError if anything else is at `out`."""
+    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export at `out` is replaced.
+    Raises OSError if `out` is anything else."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -555,7 +586,7 @@ def _write_export(out, state, config, tokenizer, source, facts):
 
 def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
     """Returns the config for an export of `model`. `source`: the model folder that `model` came from."""
-    config = load_config(source)  # a fresh copy, because model.config names torz's attention function
+    config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
@@ -564,24 +595,27 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """Returns the transformers class for an exported critic: the family's sequence classifier. A family
-    without a sequence classifier gives its backbone class. model.load_critic reads both."""
+    """Returns the transformers class for an exported critic: the family's sequence classifier, or the
+    backbone's class if the family has no sequence classifier. model.load_critic reads both."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contents of an export's marker file: the run, and the form of prompts in training. `facts`:
-    as in state.json, where `prompt` is the text of --template, or "" for the tokenizer's chat template."""
+    """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
+    made in training. `facts`: as in state.json. Its entry `prompt` is the text of --template, or "" for the
+    tokenizer's chat template."""
     names = "template", "system_prompt", "stop", "temperature"
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
-    """Write the policy, critic or ref of a run's checkpoint to the Hugging Face folder `out`. `step`: a
-    number of steps, "best" or "last". `base`: the model folder that the run started from, if it was moved.
-    Raises UserError."""
+    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError.
+
+    step: a number of steps, "best" or "last".
+    who: policy, critic or ref.
+    base: the model folder from which the run started, if it has been moved."""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)
@@ -597,7 +631,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
 
 
 def main(argv: list[str]) -> None:
-    """The command. Raises UserError."""
+    """The command line of ckpt.py. Raises UserError."""
     words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
     match words:
         case ["-h" | "--help"]:
