@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 torch.set_num_threads(1)
@@ -70,6 +71,18 @@ def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
     while not true() and time.monotonic() < end:
         time.sleep(pause)
     return bool(true())
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations for which `counts(op)` is true."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts, self.count = counts, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += self.counts(op)
+        return op(*args, **kwargs or {})
 
 
 # --- ranks

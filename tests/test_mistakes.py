@@ -84,7 +84,6 @@ ON_RANKS = {
     "rows without answers": ("--data unanswered.jsonl",
                              "unanswered.jsonl row 1 has no answer (found: prompt); needed: a row like"),
     "a row that is no JSON": ("--data broken.jsonl", "broken.jsonl row 2 is not JSON"),
-    "a null answer": ("--data null.jsonl", "null.jsonl row 1"),
     "prompts that are too long": ("--max_prompt_len 2", "longer than --max_prompt_len 2"),
     "a pack that is too small": ("--pack_len 30", "--pack_len 30 is smaller than a prompt plus its response"),
     "too long for the model": ("--max_response_len 600 --pack_len 4096",
@@ -117,7 +116,7 @@ def folder(tiny, base, tmp_path_factory):
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
     files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
-             "broken.jsonl": row + "{'prompt': '1+2='}\n", "null.jsonl": '{"prompt": "1", "answer": null}\n',
+             "broken.jsonl": row + "{'prompt': '1+2='}\n",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n', "bare.txt": "Solve this.",
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n',
              "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}

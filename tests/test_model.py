@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_model
+from conftest import Operations, make_model
 from ranks import make_samples
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,23 +71,13 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
         assert error <= 1.2 * of_copies
 
 
-class Ops(TorchDispatchMode):
-    """Counts operations that start a kernel on a GPU: all but views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += not op.is_view and op is not torch.ops.aten.detach.default
-        return op(*args, **kwargs or {})
-
-
 def test_a_layer_takes_few_operations(tmp_path):
-    """Counts operations forward and backward. On a GPU each launches a kernel, which takes host time."""
+    """Counts operations except views, forward and backward. On a GPU each takes host time for a kernel."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
         p = data.pack(make_samples(3))
-        with Ops() as ops:
+        with Operations(lambda op: not op.is_view and op is not torch.ops.aten.detach.default) as ops:
             model.logprobs(policy, p, 1.0)[0].sum().backward()
         counts.append(ops.count)
     assert counts[1] - counts[0] <= 126

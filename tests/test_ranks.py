@@ -5,10 +5,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import Operations, run_ranks
 from ranks import all_gradients, in_bf16, make_samples, meet, updates_with_moves, weights
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist
 from configs import PRESETS
@@ -132,29 +131,20 @@ def test_all_of_an_optimizers_state_moves_with_its_model():
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
-class Copies(TorchDispatchMode):
-    """Counts copies of tensors that are not empty."""
-
-    count = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += op in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
-        return op(*args, **kwargs or {})
-
-
 def test_each_tensor_moves_in_one_copy():
     """A model without an optimizer moves back without copies, because no weight changed."""
+    kinds = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+
+    def copies(move, *args) -> int:
+        with Operations(lambda op: op in kinds) as ops:
+            move(*args)
+        return ops.count
+
     model, optimizer = stepped()
     for _ in range(2):  # the first time the homes are made
-        with Copies() as there:
-            dist.to_device(model, optimizer, "cpu")
-        with Copies() as back:
-            dist.to_host(model, optimizer)
-    with Copies() as there_alone:
-        dist.to_device(model, None, "cpu")
-    with Copies() as back_alone:
-        dist.to_host(model, None)
-    assert [x.count for x in (there, back, there_alone, back_alone)] == [19, 19, 7, 0]
+        both = copies(dist.to_device, model, optimizer, "cpu"), copies(dist.to_host, model, optimizer)
+    alone = copies(dist.to_device, model, None, "cpu"), copies(dist.to_host, model, None)
+    assert (both, alone) == ((19, 19), (7, 0))
 
 
 def test_weights_and_optimizer_state_rest_where_they_rested_before():
