@@ -96,16 +96,14 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Makes the estimator wrong: does not detach the old log-probs. Their gradient cancels the gradient of
-    the new log-probs."""
+    """Makes the estimator wrong: does not detach the old log-probs, so the gradient is 0."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """Makes the engine differ from the trainer. The engine samples with the weights of `stale` steps ago. It
-    adds Gaussian noise to each logit; `nats` is the noise's standard deviation. The evaluation after the last
-    step uses the newest weights and no noise."""
+    """Makes the engine sample with the weights of `stale` steps ago, and with noise of standard deviation
+    `nats` on each logit. The evaluation after the last step has neither."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -122,9 +120,8 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 
 def sequence_weight(cfg: Config, **gap: float) -> None:
-    """Corrects the difference between engine and trainer by one importance weight per response. The weight is
-    the trainer's probability of the response divided by the engine's, at most --tis_clip. `gap`: arguments of
-    engine_gap."""
+    """Corrects the engine's mismatch by one importance weight per response: p(trainer) / p(engine), at most
+    --tis_clip. `gap`: arguments of engine_gap."""
     def weight(logp, p, cfg):
         segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         log_ratio = grpo._segment_sum(torch.where(p.mask, logp - p.engine_logp, 0), segment)
@@ -135,8 +132,7 @@ def sequence_weight(cfg: Config, **gap: float) -> None:
 
 
 def wrong_grades(cfg: Config, share: float) -> None:
-    """Replaces the reward r of a random share of the training samples by 1 - r. Evaluation rewards stay
-    right."""
+    """Replaces a random share of the training rewards r by 1 - r. Evaluation rewards stay right."""
     right = train.rollout
 
     def rollout(*args):
@@ -151,7 +147,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
     """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). text: hash of the
-    file. It is not used here, but it enters key_of: an edited file is a new variant."""
+    file, for key_of only: an edited file is a new variant."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -168,11 +164,8 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A variant of a reference recipe.
-
-    reference: name in REFERENCES.
-    flags: settings that differ from the reference.
-    patch, args: a function that patches the code, and its arguments; None: the code is not patched.
+    """A variant of a reference recipe. flags: settings that differ. patch, args: a function that patches the
+    code, and its arguments.
 
     Recipes that differ in their clipping have the reference grpo-4, which makes four updates a step. With one
     update a step the ratio stays 1, so clipping has no effect."""
@@ -184,15 +177,13 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a member of the GRPO family as a variant: the preset's fields in which the family differs, and
-    `flags`."""
+    """Returns a member of the GRPO family: the preset's fields in which the family differs, and `flags`."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
-    """Returns GRPO with an engine that differs from the trainer (engine_gap). `flags` may turn on a
-    correction. Without flags there is no correction."""
+    """Returns GRPO with an engine that differs from the trainer. `flags` may turn on a correction."""
     return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
 
 
@@ -276,10 +267,8 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns a hash of a run's settings and patch. It identifies the run among the runs of a base model.
-
-    Left out are paths, NO_CHANGE, and settings with their default value. So a new setting in configs.py does
-    not change the hash of a finished run."""
+    """Returns a hash of a run's settings and patch, to find finished runs. Paths, NO_CHANGE and settings with
+    their default value are left out. So a new setting in configs.py does not change the hash."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -290,8 +279,7 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run in this process and writes its results to `file`. train_all forks a process for each
-    run, so a patch changes this run only."""
+    """Trains one run, in a process of its own because of the patch. Writes its results to `file`."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -324,11 +312,8 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns a run's results.
-
-    base, accuracy: held-out accuracy before the first step and after the last; None if not measured.
-    names in KEPT: a list with one value per step.
-    alarms: the first 20 alarms as (step, text)."""
+    """Returns a run's results: held-out accuracy before and after training (None if not measured), a list per
+    metric of KEPT with one value per step, and the first 20 alarms as (step, text)."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -354,7 +339,7 @@ def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: P
 
 def keep(name: dict, file: Path, status: int, results: Path) -> str:
     """Appends a run's results to the file `results`. Returns a line about the run, or the end of its log if
-    it failed. `name`: task, variant, seed and hashes of the run. `status`: exit status of its process."""
+    it failed. name: task, variant, seed and hashes. status: exit status."""
     run = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
         return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
@@ -404,8 +389,7 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended before its last step, or with a reward below half of its best reward.
-    Rewards are means of five steps here."""
+    """Returns whether a run ended early, or below half of its best reward (means of five steps)."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
@@ -420,8 +404,7 @@ def alarms_before(row: dict) -> list[str]:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step at which the mean reward of the last three steps is at least `threshold`, or
-    STEPS if there is none."""
+    """Returns the first step whose mean reward with the two steps before reaches `threshold`, or STEPS."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
@@ -440,8 +423,8 @@ Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> resu
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean of `measure` of the variant minus `measure` of the reference, over the seeds that both
-    have. Returns None if there is no such seed."""
+    """Returns the mean difference of `measure`, variant minus reference, over the seeds that both have.
+    Returns None if there is no such seed."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
@@ -460,9 +443,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 class Claim(NamedTuple):
     """A claim: `measure` of the variant is higher (sign 1) or lower (sign -1) than that of the reference.
 
-    source: the paper, or "ours".
-    why: a possible cause if the results here disagree.
-    unclear: the reason if no task can decide the claim."""
+    why: a possible cause if the results here disagree. unclear: the reason if no task can decide the
+    claim."""
 
     text: str
     source: str
@@ -530,8 +512,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns the lines of a table with one row per claim and task. Notes follow: possible causes of
-    disagreements, claims that no task can decide, and claims whose runs are missing."""
+    """Returns a table with one row per claim and task. Notes follow: possible causes of disagreements, claims
+    that no task can decide, and claims whose runs are missing."""
     rows, notes, missing = [], [], []
     for claim in CLAIMS:
         verdicts = set()
@@ -554,8 +536,7 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    """Returns the lines of a table with one row per variant: means over the seeds, and the difference to the
-    reference on equal seeds."""
+    """Returns a table with one row per variant: means over the seeds, and the difference to the reference."""
     rows = []
     for name, variant in variants.items():
         found = list(runs.get((task, name), {}).values())
@@ -579,9 +560,8 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns the lines of a table with one row per task and recipe: the recipe's accuracy, and the recipes
-    that it is clearly above or below (the 95 % interval of the difference excludes 0). Below the table, one
-    line per task counts the pairs of recipes that differ clearly."""
+    """Returns a table with one row per task and recipe: its accuracy, and the recipes that it is clearly
+    above or below (95 % interval). One line per task below counts the pairs that differ clearly."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
@@ -599,9 +579,8 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns the lines of a table with one row per task and recipe that has 20 seeds or more. A row has the
-    number of collapsed runs, the most frequent alarms before the collapse, and the alarms of the other
-    runs."""
+    """Returns a table with one row per task and recipe that has 20 seeds or more: the number of collapsed
+    runs, their most frequent alarms before the collapse, and the alarms of the other runs."""
     rows = []
     for task in tasks:
         for name in ("grpo", "ppo"):
@@ -627,8 +606,8 @@ def alarm_kinds(rows: Sequence[dict]) -> str:
 
 
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
-    """Returns the lines of a table with one row per task and reference: the standard deviation of accuracy
-    over seeds, the deviation of paired differences, and the seeds that a difference of 2 points needs."""
+    """Returns a table with one row per task and reference: the standard deviation of accuracy over seeds, the
+    deviation of paired differences, and the seeds that a difference of 2 points needs."""
     rows = []
     for task in tasks:
         for reference in REFERENCES:
@@ -692,11 +671,8 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
-    """Returns the finished runs that have these settings and base models.
-
-    keys: (task, variant, seed) -> hash of the settings, by key_of.
-    weights: task -> hash of the base model, by weights_of. A task that is missing gets its newest run's.
-    vary: whether to read the runs of --vary too."""
+    """Returns the finished runs with these settings and base models. keys: (task, variant, seed) -> key_of.
+    weights: task -> weights_of; a missing task gets its newest run's. vary: read the runs of --vary too."""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -762,9 +738,7 @@ def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, t
 
 
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
-    """Trains the wanted runs that are missing, --jobs at a time. Returns all finished runs of the plan.
-
-    plan: from plan_of. keys: (task, variant, seed) -> hash of the settings. wanted: the variants to run."""
+    """Trains the wanted runs that are missing, --jobs at a time. Returns all finished runs of the plan."""
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
     runs, waiting = read_runs(keys, weights, bool(args.vary)), []

@@ -42,8 +42,7 @@ RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], fie
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """Returns name -> config of the compared runs at the demo's size: PPO, and the recipes of grpo.py as in
-    their papers."""
+    """Returns name -> config at the demo's size: PPO, and the recipes of grpo.py as in their papers."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
                  "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
@@ -114,8 +113,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def draw_panel(axis, name: str, runs: list[dict]) -> None:
-    """Draws one recipe's reward, one line per seed. For sums of three digits, also draws the response
-    length."""
+    """Draws one recipe's reward, one line per seed, and for sums of three digits the response length."""
     for seed, r in enumerate(runs):
         axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
     axis.set_title(name, fontsize=10)

@@ -46,8 +46,7 @@ def on_cpu(cores: int) -> list[Case]:
 
 
 def on_gpu() -> list[Case]:
-    """Returns the cases for one GPU. Makes the folder runs/shape-0.5b, the model of bench/rollout.py and
-    bench/step.py."""
+    """Returns the cases for one GPU. Makes runs/shape-0.5b, the model for bench/rollout.py and step.py."""
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
@@ -64,8 +63,7 @@ def on_gpu() -> list[Case]:
 
 
 def device() -> str:
-    """Returns a file name for the device, made of the GPU's name, or of the processor's name and number of
-    cores."""
+    """Returns a file name made of the GPU's name, or of the processor's name and number of cores."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -88,8 +86,7 @@ def table(rows: list[dict]) -> str:
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
-    """Runs the cases, or only prints their commands (`only_list`). Returns the results, and the error text
-    of each case that failed."""
+    """Runs the cases, or only prints their commands. Returns the results, and the errors of failed cases."""
     rows, failures = [], []
     for script, args, ranks, threads in cases:
         print(f"bench.{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)

@@ -67,10 +67,9 @@ def be_a_rank() -> None:
 
 def watch(order: dict) -> None:
     """Strikes in the order's phase: at visit number `visit` of this phase or at a later one, `after` seconds
-    after the visit begins. A strike writes the order's `file`, for which the main program waits.
+    after the visit begins. The order's `file` then tells the main program.
 
-    Without a phase (in the undisturbed run), nothing strikes. When the process ends, `file` gets the begin
-    and end of each visit of each phase."""
+    Without a phase nothing strikes. At the process's end, `file` gets begin and end of all visits."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -129,8 +128,7 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. In the first command the ranks run be_a_rank, which strikes. In
-        later commands they run train.py itself."""
+        """Starts the node's torchrun agent. Its ranks run be_a_rank in the first command, later train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -201,8 +199,7 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the node's agent and ranks, as a power cut does. The ranks are killed one by one, because
-        each rank has its own session."""
+        """Kills the node's agent and all its ranks, as a power cut does. Each rank has its own session."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # so that it starts no more ranks
@@ -338,10 +335,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint in one of two ways, at random.
-
-    1. Removes the file COMPLETE. The next command must ignore the checkpoint.
-    2. Cuts off half of the largest file. The next command must refuse the checkpoint. Then removes it."""
+    """Damages the newest checkpoint. Either removes its file COMPLETE: the next command must ignore the
+    checkpoint. Or cuts off half of its largest file: the next command must refuse it."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -395,8 +390,7 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and adds leftovers to its folder: another host's old lock, an unfinished save, and a
-    user's copy of a checkpoint."""
+    """Kills the run. Adds another host's old lock, an unfinished save, and a user's copy of a checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -475,8 +469,7 @@ def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
 
 
 def files(out: Path) -> set[str]:
-    """Returns the relative paths of the files in a run's folder, its samples, its evaluations and the
-    COMPLETE files of its checkpoints."""
+    """Returns the relative paths of a run's files, samples, evaluations and complete checkpoints."""
     patterns = ("*", "samples/*", "eval/*", "ckpt/*/COMPLETE")
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
@@ -559,8 +552,7 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run and restarts it until it ends. Returns the run's result line; None if the strike came too
-    late or too early."""
+    """Strikes a run and restarts it until it ends. Returns its result line, or None without a strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -595,8 +587,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, number of the visit, length of the visit in s) for each run. First every fault
-    and every phase comes once; then both are random."""
+    """Yields (fault, phase, number of the visit, its seconds) for each run: first every fault and every phase
+    once, then random ones."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -607,9 +599,8 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as `chosen`, a tuple of `choose`. If the strike came
-    too late, the run is repeated with an earlier strike. If there was no checkpoint to damage, the run is
-    repeated with a later strike."""
+    """Returns the result line of a run that is struck as `chosen` (from `choose`). If the strike came too
+    late, repeats the run with an earlier one; if there was no checkpoint to damage, with a later one."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

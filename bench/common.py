@@ -18,10 +18,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line. Each keyword argument is a flag with its default value.
-
-    The type of a flag is the type of its default. A default of False makes a switch. A tuple makes a flag
-    that takes any number of words. doc: the module's docstring, which --help prints."""
+    """Parses the command line. Each keyword argument is a flag with its default, which gives the type; False
+    makes a switch, a tuple takes any number of words. doc: the module's docstring, for --help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -39,8 +37,7 @@ def say(row: dict) -> None:
 
 
 def new_folder(out: str) -> Path:
-    """Returns the absolute path of `out`, the value of --out. Raises UserError if it is neither new nor an
-    empty folder."""
+    """Returns the absolute path of --out. Raises UserError if it is neither new nor an empty folder."""
     from configs import require  # not at the top: vs_trl.py imports this file in TRL's environment too
 
     path = Path(out).absolute()
@@ -55,17 +52,14 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """Returns the command that runs this Python interpreter with the arguments `words`. If `ranks` > 1, the
-    command starts the ranks by torchrun."""
+    """Returns the command that runs Python with the arguments `words`; several ranks run under torchrun."""
     return [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *map(str, words)]
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Makes each call in a fork of this process, `jobs` calls at a time. A fork starts fast, because this
-    process has already imported all modules.
-
-    calls: pairs of a function and the file for its output.
-    Yields (index of the call, exit status) when a call ends."""
+    """Makes each call (function, file for its output) in a fork of this process, `jobs` at a time. Forks
+    start fast: this process has imported all modules. Yields (index of the call, exit status) as calls
+    end."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

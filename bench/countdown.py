@@ -19,8 +19,7 @@ def reaches(response: str, answer: str, kind: str) -> float:
 
 
 def read(text: str) -> tuple[list[str], Fraction] | None:
-    """Returns the sorted digits and the value of an expression like `((8-3)*4)+2`. Returns None if the text
-    has another form."""
+    """Returns the sorted digits and the value of a text like `((8-3)*4)+2`; None for another form."""
     if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
         return None
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)

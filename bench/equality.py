@@ -82,8 +82,7 @@ def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
 
 
 def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
-    """Returns two percentages: `refused`, the refused right answers among the right answers; `accepted`, the
-    accepted wrong answers among the wrong answers."""
+    """Returns the percent of the right answers that are refused, and of the wrong ones that are accepted."""
     wrong = Counter((p.same, p.same != v) for p, v in zip(cases, verdicts, strict=True))
     percent = {}
     for name, same in (("refused", True), ("accepted", False)):
@@ -93,8 +92,7 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 
 
 def foreign() -> list[Pair]:
-    """Returns the pairs of bench/equality_foreign.jsonl. A category's name starts with the name of the part,
-    for example `foreign integer`."""
+    """Returns the pairs of bench/equality_foreign.jsonl. A category's name starts with the part's name."""
     found = []
     for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -116,8 +114,7 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table of `refused / accepted` in percent. It has one row per category and one per
-    part, and one column per grader."""
+    """Returns a Markdown table of `refused / accepted` in percent, by category or part and by grader."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []

@@ -36,8 +36,7 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns all pairs, each once. About a third of the gold answers, chosen by hash, are unseen. All pairs
-    of such a gold answer are unseen."""
+    """Returns all pairs, each once. About a third of the gold answers are unseen, with all their pairs."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -69,8 +68,7 @@ def fill(template: str, values: dict) -> str:
 
 
 def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (category, answer, gold, same) for the templates. Each category is drawn `draws` times. same:
-    whether the answer is right."""
+    """Yields (category, answer, gold, whether they are equal). Each category is drawn `draws` times."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     for category in text.strip().split("\n\n"):
         head, *lists = re.split(r"\n  (?:gold |right|wrong) ", category)
@@ -167,8 +165,7 @@ WRONG = [
 
 
 def varied(seed: int = 0) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (category, answer, gold, same): six right and up to eight wrong answers for each gold answer in
-    GOLDS. same: whether the answer is right."""
+    """Yields (category, answer, gold, equal): 6 right and up to 8 wrong answers for each of GOLDS."""
     for line in GOLDS.replace(" |\n    ", " | ").strip().splitlines():
         name, *golds = (part.strip() for part in line.split(" | "))
         for gold in golds:

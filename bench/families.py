@@ -35,8 +35,8 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name in LIMITS -> largest difference, for the model in the folder `path`. If a number could not
-    be measured, the reason as a text takes its place. vllm: whether to measure the vLLM engine."""
+    """Returns name in LIMITS -> largest difference for the model in `path`. A text instead of a number is the
+    reason why it was not measured."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -46,8 +46,7 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns the largest difference of the vLLM engine, or an error text. Each model gets a new process,
-    because vLLM allows only one engine per process."""
+    """Returns vLLM's difference or an error text. In a new process, as vLLM allows one engine in each."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
@@ -59,8 +58,8 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes the results in the order of `names`, one row per model. Models that are not in `rows` keep their
-    earlier row. Returns the Markdown table."""
+    """Writes the results in the order of `names`. Models that are not in `rows` keep their earlier row.
+    Returns the Markdown table."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}

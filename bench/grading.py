@@ -77,8 +77,7 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
 
 
 def bench_hostile(grader: Grader, count: int) -> bool:
-    """Grades hostile answers and prints how many got which grade. Returns whether none was graded as correct
-    and the grader still works afterwards."""
+    """Grades hostile answers. Returns whether none was graded as correct and the grader still works."""
     from test_reward import hostile
 
     before = descriptors(grader)

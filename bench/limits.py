@@ -38,8 +38,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak memory during f() minus the memory before it, in bytes. On a GPU this is the memory of
-    torch's allocator. On a CPU it is the process's resident memory, which needs Linux."""
+    """Returns the peak memory during f() minus the memory before, in bytes: of torch's allocator on a GPU, of
+    this process (resident, Linux only) on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -32,8 +32,7 @@ def available_gb() -> float:
 
 
 def phase(name: str, commands: list[list[str]], out: Path) -> None:
-    """Runs the commands in parallel, then prints their seconds and memory. Exits if a command fails. out: the
-    run's folder; the logs are beside it."""
+    """Runs the commands in parallel, then prints their seconds and memory. Exits if a command fails."""
     before = lowest = available_gb()
     began = time.monotonic()
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]

@@ -32,8 +32,7 @@ from rollout import ENGINES, make_engine
 
 
 def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
-    """Samples n responses per prompt with vLLM's own `generate`, without log-probs. Returns the number of
-    sampled tokens."""
+    """Samples with vLLM's own `generate`, without log-probs. Returns the number of sampled tokens."""
     from vllm import SamplingParams
 
     engine.llm.reset_prefix_cache()

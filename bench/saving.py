@@ -27,15 +27,13 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """Returns the middle four fifths of the sorted values. The others may come from pauses by other programs
-    on the machine."""
+    """Returns the middle four fifths of the sorted values, without the outliers of a busy machine."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Returns, for each pair of blocks, (with a save - without) / median of the blocks without a save.
-    blocks[True]: the blocks with a save."""
+    """Returns, for each pair of blocks, (with a save - without) / median of the blocks without."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 

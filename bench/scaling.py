@@ -33,8 +33,7 @@ LENGTH_CASES = {  # what grows -> arguments of bench/train.py, one dict per case
 
 
 def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """Runs bench/SCRIPT.py on `ranks` ranks. Returns the JSON lines that it prints. If it fails, exits with
-    the end of its error output."""
+    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits with its last errors if it fails."""
     command = torchrun(ranks, "-m", f"bench.{script}", *args)
     done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
                           check=False)
@@ -89,8 +88,7 @@ def ranks_table(rows: list[dict]) -> str:
 
 
 def lengths_table(rows: list[dict], by: str) -> str:
-    """Returns a Markdown table: µs per token of each phase, and the largest memory of a phase. by: what grows
-    from column to column, a key of LENGTH_CASES."""
+    """Returns a Markdown table: µs per token of each phase, and the largest memory. by: see LENGTH_CASES."""
     sizes = list(dict.fromkeys(r[by] for r in rows))
     lines = [(phase, *(f"{r['us_a_token']:.1f}" for r in rows if r["phase"] == phase))
              for phase in dict.fromkeys(r["phase"] for r in rows)]

@@ -17,8 +17,7 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape that tools/plan.py knows. `layers`, `vocab`: other values
-    than the shape's; 0 keeps the shape's value."""
+    """Returns the Hugging Face config of a shape of tools/plan.py. `layers`, `vocab`: 0 keeps the shape's."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN

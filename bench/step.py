@@ -33,8 +33,7 @@ def phases_of(row: dict) -> dict[str, float]:
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> its values. rows: metrics of the measured steps. peak: FLOP per second
-    of a large matrix product."""
+    """Returns name -> values. rows: metrics of the measured steps. peak: FLOP/s of a matrix product."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

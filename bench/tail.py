@@ -58,10 +58,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds that one engine needs to extend its trajectories.
-
-    tokens[i]: number of tokens to add to trajectory i. context[i]: number of tokens that it has already.
-    slots: number of trajectories that run at once. When one ends, the next one starts."""
+    """Returns the seconds in which one engine adds tokens[i] tokens to trajectory i, which has context[i]. At
+    most `slots` trajectories run at once. When one ends, the next one starts."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -76,8 +74,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: what engine i would take alone on its
-    core. Engines on the same core slow each other."""
+    """Returns the seconds until the last engine ends. seconds[i]: what engine i takes alone on its core."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -90,9 +87,8 @@ def together(seconds: Sequence[float], cost: Cost) -> float:
 
 
 class Simulation:
-    """Simulates the rollouts of consecutive steps. A trajectory is a prompt with the response so far.
-
-    prompt: prompt length in tokens. lengths(count): draws the response lengths of one prompt, in tokens."""
+    """Simulates the rollouts of consecutive steps. prompt: prompt length in tokens. lengths(count): draws the
+    response lengths of one prompt. A trajectory is a prompt with the response so far."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
@@ -104,10 +100,8 @@ class Simulation:
         self.next = 0  # number of the next new prompt
 
     def step(self, step: int) -> dict[str, float]:
-        """Simulates one step's rollout. Returns its numbers.
-
-        seconds: duration. idle: share of the engines' time in which they wait. tokens: tokens of the samples.
-        staleness, oldest: mean and largest age of these tokens' weights, in steps."""
+        """Simulates one step's rollout. Returns its seconds, the engines' idle share, the mean (staleness)
+        and largest (oldest) age of its tokens' weights in steps, and its number of tokens."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
         moved = set(self.going)  # the cache of carried trajectories must be computed again with new weights
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
@@ -144,8 +138,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates a round of one engine. Returns its seconds. keys: the engine's trajectories. moved: keys
-        whose cache must be computed again. step: the current step."""
+        """Simulates a round of the engine with the trajectories `keys`. Returns its seconds. The cache of the
+        keys in `moved` must be computed again."""
         if not keys:
             return 0.0
         reread = 0
@@ -167,8 +161,7 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns the numbers of Simulation.step as means over the steps after the first `warm` steps; of
-    `oldest` the maximum."""
+    """Returns means of Simulation.step over the steps after the first `warm`, and the maximum of `oldest`."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -176,10 +169,8 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws the lengths of the responses to one prompt.
-
-    The lengths are log-normal with `sigma`, cut at `cap`. After the cut their mean is about `mean`. alike:
-    correlation of the logarithms of two lengths, for two responses to the same prompt."""
+    """Returns a function that draws the lengths of the responses to one prompt: log-normal with `sigma`, cut
+    at `cap`, and about `mean` on average after the cut. alike: correlation of their logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # raises the center until the mean after the cut is right
@@ -196,8 +187,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and the cost of its engine on H100s. A decoding step takes the longer of two times:
-    to read the weights and the cache, or to compute the products."""
+    """Returns the preset and its engine's cost on H100s. A decoding step takes the longer of two times: to
+    read weights and cache, or to compute the products."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops

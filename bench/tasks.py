@@ -85,8 +85,7 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """Writes idle words, then a sum. With `slip` some texts have idle words instead of the sum and guess the
-    answer. Others write the sum twice."""
+    """Writes idle words, then a sum. With `slip` some texts write the sum twice, or guess without a sum."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -97,10 +96,8 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """Writes how four numbers reach a target. With `slip` the text may try other signs first. The last
-    attempt is the answer, and it may be wrong.
-
-    numbers: a solution's four numbers, then its three signs, from left to right."""
+    """Writes how four numbers reach a target. With `slip` the text may try other signs first, and its answer
+    may be wrong. numbers: a solution's four numbers, then its three signs, from left to right."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -112,8 +109,7 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns a text like `8-3=5*4=20+2=22` and its result. The result is None if an intermediate result is
-    not an integer from 0 to 99."""
+    """Returns `8-3=5*4=20+2=22` and 22; None instead of 22 if a number on the way is not in 0 … 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -125,8 +121,7 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns random numbers and signs, (4 numbers, 3 signs), for which `worked` has a result. four: use
-    these numbers, with random signs."""
+    """Returns random numbers and signs (4 numbers, 3 signs) that reach a result. four: use these numbers."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
@@ -149,8 +144,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS random problems, all with different texts. draw(rng): the numbers of one problem.
-    work: writes a problem's text."""
+    """Returns PROBLEMS random problems with different texts. draw(rng): the numbers of one problem."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -181,11 +175,9 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py.
-
-    work: writes a problem's text. problems: draws the problems. slip: probability of a wrong number in a
-    step, in the last third of the texts. guesses: share of the last third that guesses the answer without a
-    thought. of_row: fields to add to the rows of the data files."""
+    """Returns a task for tools/tiny.py. slip: probability of a wrong number in a step, in the last third of
+    the texts. guesses: share of this third that guesses the answer. of_row: further fields of the data's
+    rows."""
     before, after, form = style
 
     def text(numbers, rng, final):
@@ -215,8 +207,7 @@ TASKS = {t.name: t for t in (
 
 
 def build(out: str, name: str, seed: int = 0) -> str:
-    """Makes a task's base model and problems in the folder `out`, if they are missing. Returns the folder's
-    path."""
+    """Makes a task's base model and problems in `out` if they are missing. Returns the folder's path."""
     return tiny.build_task(TASKS[name], out, seed)
 
 

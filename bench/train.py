@@ -72,7 +72,7 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 def flops(config, packs: list[Pack], head: int) -> float:
     """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
-    `head`: rows of the head's weight: the vocabulary size, or 1 for a critic."""
+    `head`: rows of the head (1 for a critic), which computes response tokens only."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -130,8 +130,7 @@ class Phases:
             say(self.facts | rounded)
 
     def measure(self, name: str, work, flop: float, moved: float, tokens: int) -> None:
-        """Measures a phase. work: function that runs it. flop: its FLOP. moved: bytes that it must read and
-        write. tokens: its number of tokens."""
+        """Measures work(): `flop` FLOP for `tokens` tokens, with `moved` bytes to read and write."""
         seconds = []
         for _ in range(self.rounds + 1):
             start = time.perf_counter()

@@ -24,8 +24,7 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns the sum of these metrics for each step. Without steps it returns [NaN], which fails every
-        demand."""
+        """Returns the sum of these metrics for each step; without steps [NaN], which fails all demands."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")

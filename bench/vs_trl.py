@@ -116,8 +116,7 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """Returns the task's reward function in the form that TRL calls. reward: name of a function in REWARD.
-    Each call appends the mean reward to `means`."""
+    """Returns the task's reward function as TRL calls it. Each call appends the mean reward to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 
@@ -133,8 +132,7 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """Runs the job in TRL. base, reward: as in `torz`. tuned: whether to replace TRL's defaults by its
-    fastest settings on a CPU."""
+    """Runs the job in TRL. tuned: whether to use its fastest settings on a CPU instead of its defaults."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -185,8 +183,7 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of a side's processes in MB, without pages of files. The docstring at the top
-    of this file defines it. leader: id of the side's first process."""
+    """Returns the peak memory of a side's processes in MB, as the top of this file defines it."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}
@@ -267,10 +264,7 @@ def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
 
 
 def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
-    """Returns medians over the pairs: the ratios of torz to each other side, and the numbers of each side.
-
-    times_faster: samples per second of torz / of the other side. memory_share: memory of torz / of the other
-    side."""
+    """Returns medians over the pairs: the ratios of torz to each other side, and the numbers of each side."""
     result = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS,
               "samples": SAMPLES, "tokens": TOKENS, "dtype": args.dtype}
     for other in SIDES[1:]:
