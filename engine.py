@@ -48,9 +48,9 @@ class MemoryLedger:
     memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, because
     the first reading must not include the engine.
 
-    Memory use is that of all processes on the GPU. On a CPU it is the host memory of this process. It is read
-    from the device, not from torch's memory statistics: these also count the tensors of a sleeping engine,
-    which use no memory."""
+    On a GPU, memory use is the memory that all processes use there. On a CPU, it is the host memory that this
+    process uses. torch's memory statistics are not used, because they also count the tensors of a sleeping
+    engine. These tensors use no memory."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()

@@ -278,8 +278,8 @@ class Trajectories:
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put a trajectory into `complete`, and submit it to the graders of its data set. A trajectory with a
-        `reason` has an environment that failed: its reward will be 0."""
+        """Put a trajectory into `complete`, and submit it to the graders of its data set. If the
+        environment failed, s.reason says why, and the reward will be 0."""
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
