@@ -77,24 +77,21 @@ def tell_torchrun(text: str) -> None:
 
 
 class Range(NamedTuple):
-    """The values that a setting may have: from `low` to `high`. If `above`, `low` itself is not allowed. If
-    `below`, `high` itself is not allowed."""
+    """The values that a setting may have: from `low` to `high`. If `above`, `low` itself is not allowed."""
 
     low: float
     high: float = math.inf
     above: bool = False
-    below: bool = False
 
     def has(self, x: float) -> bool:
         """Returns whether x is finite and in the range."""
-        at_open_end = (self.above and x == self.low) or (self.below and x == self.high)
-        return math.isfinite(x) and self.low <= x <= self.high and not at_open_end
+        return math.isfinite(x) and self.low <= x <= self.high and not (self.above and x == self.low)
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
         if self.high == math.inf:
             return low
-        return f"{low}, {'below' if self.below else 'up to'} {self.high:g}"
+        return f"{low}, up to {self.high:g}"
 
 
 Count = Annotated[int, Range(1)]
@@ -103,7 +100,7 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
-Beta = Annotated[float, Range(0, 1, below=True)]
+Beta = Annotated[float, Range(0, 0.9999)]  # AdamW takes no 1
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
 Tracker = Literal["wandb"]

@@ -56,7 +56,6 @@ class MemoryLedger:
         self.device, self.time = torch.device(device), time.perf_counter()
         # stage -> GiB in use, and seconds since the previous reading
         self.readings: dict[str, tuple[float, float]] = {}
-        self.bytes = 0  # total size of the weights that were loaded last
         self.mark("before")
         self.residual = 0.0
 
@@ -172,7 +171,7 @@ class Engine(abc.ABC):
         self.ledger.begin()
         try:
             with self.engine_errors(f"to load the weights of step {version}"):
-                stream = self.counted_weights(weights)
+                stream = self.checked_weights(weights)
                 self.load(stream)
                 for name, _ in stream:  # runs the stream to its end, where it checks for missing weights
                     raise RuntimeError(f"the engine did not take {name}")
@@ -204,16 +203,15 @@ class Engine(abc.ABC):
                 f"the engine holds weights of step {self.version} and was asked for step {version}; "
                 "generate inside `with engine.awake(full_weights(policy), version=step)`")
 
-    def counted_weights(self, weights: Weights) -> Weights:
-        """Yields the weights unchanged, and adds up their size in self.ledger.bytes. Raises RuntimeError if a
-        name comes twice, if the model has no such name, or if names are missing at the end."""
-        missing, self.ledger.bytes = dict.fromkeys(self.names), 0
+    def checked_weights(self, weights: Weights) -> Weights:
+        """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such
+        name, or if names are missing at the end."""
+        missing = dict.fromkeys(self.names)
         for name, tensor in weights:
             if name not in missing:
                 known = name in self.names
                 raise RuntimeError(f"{name} came twice" if known else f"the model has no parameter {name}")
             del missing[name]
-            self.ledger.bytes += tensor.nbytes
             yield name, tensor
         if missing:
             raise RuntimeError(f"{len(missing)} of {len(self.names)} parameters did not come: "

@@ -22,7 +22,6 @@ Three differences from Open-Reasoner-Zero:
    out.
 """
 
-import contextlib
 import gc
 import math
 import os
@@ -159,8 +158,7 @@ def main(cfg: Config) -> None:
     """Train with the config `cfg`. Raises UserError, the same on every rank, for errors that the user can
     fix."""
     run = prepare(cfg)
-    with run.lock, contextlib.ExitStack() as stack:
-        stack.callback(gc.unfreeze)  # undoes gc.freeze in `load`, so that a notebook can free the run
+    try:
         with run.log, handle_signals(cfg.grace):
             done = train(run)
             if done:
@@ -177,6 +175,9 @@ def main(cfg: Config) -> None:
                 print(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
                 print(report.story(folder))
+    finally:
+        run.lock.release()
+        gc.unfreeze()  # undoes gc.freeze in `load`, so that a notebook can free the run
 
 
 def train(run: Run) -> bool:
@@ -553,9 +554,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
         unique_share  share of these tokens that the model computes; a pack computes a shared prefix only once
         flops         FLOP of the step's training, without recomputed activations; it is logged as tflops"""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
-    c, params = model.config, sum(p.numel() for p in model.parameters())
-    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
-    forward_flops = partial(plan.forward_flops, params, c.num_hidden_layers, width)
+    shape = plan.shape_of(model.config.to_dict(), "the policy")
+    forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
     layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
@@ -819,11 +819,8 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             log.alarm(text, step)
     if cfg.verbose:
         log.say(ledger.table())
-    # dist.gather is a collective: all ranks must take the same branch. They do, because these metrics are the
-    # same on all ranks.
-    if any(metrics[name] for name in metrics if name == "grade/error" or name.endswith("/failed")):
-        for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
-            log.alarm(f"grading failed: {ascii(error)}", step)
+    for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
+        log.alarm(f"grading failed: {ascii(error)}", step)
     return dist.stop_requested()
 
 

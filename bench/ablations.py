@@ -296,8 +296,9 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
         train.rollout = rollout
         try:
             run = train.prepare(cfg)
-            with run.lock, run.log:
+            with run.log:
                 train.train(run)
+            run.lock.release()
             run.grader.close()
         except UserError as e:  # the run refused to continue
             error = str(e)

@@ -55,7 +55,12 @@ def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Name
             start = time.perf_counter()
             tokens = run_bare_vllm(engine, prompts, args.samples, args.tokens, 1000 * seed)
             figures["bare_vllm"] = tokens / (time.perf_counter() - start)
-    return figures | engine.ledger.metrics() | {"gb": engine.ledger.bytes / 1e9}
+    return figures | engine.ledger.metrics() | {"gb": bytes_of_weights(engine) / 1e9}
+
+
+def bytes_of_weights(engine) -> int:
+    """Returns the size of the engine's weights."""
+    return engine.dtype.itemsize * sum(p.numel() for p in engine.policy.parameters())
 
 
 def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: float) -> float:
@@ -66,7 +71,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
     kv_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * engine.dtype.itemsize  # per token
     length = mean(len(ids) for ids in prompts.values()) + args.tokens / 2  # mean context while decoding
     running = min(len(prompts) * args.samples, engine.cfg.max_num_seqs)
-    return running * bandwidth / (engine.ledger.bytes + running * length * kv_bytes)
+    return running * bandwidth / (bytes_of_weights(engine) + running * length * kv_bytes)
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:

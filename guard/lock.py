@@ -17,7 +17,7 @@ HEARTBEAT = 20.0  # the lock's owner renews the modification time of the lock fi
 DEAD = 120.0  # after this number of seconds without a renewal, another run may take over the folder
 
 
-class FolderLock(contextlib.AbstractContextManager):
+class FolderLock:
     """A lock file in a run's folder, with the host and the process of the run that owns it. A thread of the
     owner renews the file's modification time every HEARTBEAT seconds: the heartbeat.
 
@@ -53,9 +53,6 @@ class FolderLock(contextlib.AbstractContextManager):
             return True
         except FileExistsError:
             return False
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
     def release(self) -> None:
         """Remove the lock if this run still owns it. Then remove the folders that `claim` made, if they are

@@ -197,9 +197,9 @@ def prepared(cfg) -> dict | str:
         run = train.prepare(cfg)
     except UserError as e:
         return str(e)
-    with run.lock:
-        tensors = {f"{role.name}.{k}": full(v).detach().clone() for role in (run.policy, run.critic, run.ref)
-                   if role for k, v in dist.tensors_of(role.model, role.optimizer).items()}
+    tensors = {f"{role.name}.{k}": full(v).detach().clone() for role in (run.policy, run.critic, run.ref)
+               if role for k, v in dist.tensors_of(role.model, role.optimizer).items()}
+    run.lock.release()
     return {"start": run.start} | tensors
 
 

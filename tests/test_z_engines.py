@@ -445,7 +445,6 @@ def test_memory_that_stays_is_measured(engine, policy):
     readings = engine.ledger.readings
     assert list(readings)[0] == "trainer" and list(readings)[-3:] == ["awake", "sampled", "asleep"]
     assert "sync" in readings and all(name in engine.ledger.table() for name in readings)
-    assert engine.ledger.bytes == sum(p.numel() * 4 for p in policy.parameters())
 
 
 def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, capsys):

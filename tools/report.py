@@ -87,8 +87,7 @@ def _draw(figure, title, lines, scale):
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))
         values = np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
-        line, = axis.plot(steps, values.mean(0), "o-" if len(steps) < 12 else "-", markersize=4,
-                          label=_shorten(label, 48))
+        line, = axis.plot(steps, values.mean(0), ".-", markersize=4, label=_shorten(label, 48))
         axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
                           alpha=0.2, linewidth=0)
     if scale == "log":
