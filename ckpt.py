@@ -52,7 +52,7 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
-from configs import Config, UserError, changed, require, user_errors
+from configs import Config, Say, UserError, changed, require, user_errors
 from data import Sample, chat_template, prompt_form
 from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer
@@ -183,7 +183,7 @@ class Saver:
     """
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
-                 warn: Callable[[str], None]) -> None:
+                 warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread's collectives need their own process group, because training uses the default group.

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, UserError, require
+from configs import Config, Say, UserError, require
+from dist import Layout
 from grading.rows import problem_rows
 from reward import kind_of
 
@@ -175,7 +176,7 @@ class Pack:
 # --- problems
 
 
-def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Callable[[str], None] = print,
+def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = print,
                   longest: int = 0) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
     --max_prompt_len, and prompts that leave no room for a response. Then calls `say` with one line, which
@@ -437,7 +438,7 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
-           step: int) -> list[list[list[list[int]]]]:
+           step: int) -> Layout:
     """Assign samples to minibatches, ranks and packs. Returns minibatches[m][rank][pack], a list of sample
     indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
     Samples must be ordered by (prompt_id, sample_id).

@@ -36,6 +36,7 @@ from configs import UserError, require
 
 T = TypeVar("T")
 Device = torch.device | str
+Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices of samples
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a model's parameters
 
 
@@ -383,8 +384,7 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
     return [pickle.loads(received.numpy().tobytes()) for received in inbox.split(incoming.tolist())]
 
 
-def balance(samples: Sequence[Any], keys: Sequence[int],
-            layout: list[list[list[list[int]]]]) -> list[list[list[Any]]]:
+def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
     keys[i]: the index of samples[i] among the step's samples of all ranks.

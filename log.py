@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dist
-from configs import Config, UserError, read_jsonl, replace_text
+from configs import Config, Say, UserError, read_jsonl, replace_text
 from data import Pack, Sample, group_by_prompt
 from grading.worker import REASONS
 
@@ -375,7 +375,7 @@ class Tracker:
     """
 
     def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], resumed: bool,
-                 alarm: Callable[[str], None]) -> None:
+                 alarm: Say) -> None:
         self.out, self.config, self.alarm, self.failed = out, config, alarm, False
         self.file = out / f"{type(self).__name__}.json"
         self.state = {"id": uuid.uuid4().hex, "next_step": 0}

@@ -23,7 +23,7 @@ import torch
 
 import dist
 import grpo
-from configs import PRESETS, Config, require
+from configs import PRESETS, Config, Say, require
 from data import (
     Problem,
     Sample,
@@ -42,6 +42,8 @@ from model import load_config, ropes
 from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_answer
 
 K = TypeVar("K")
+Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
+OnResponse = Callable[[], bool]  # called when a response ends; returns True to abort sampling
 # Random streams. The `key` that seeds an engine has one of the first three numbers, so training, evaluation
 # and self-check draw different random numbers. From the second round of a rollout on (see Trajectories), the
 # key also ends in (ROUND, number of the round).
@@ -236,7 +238,7 @@ class Trajectories:
                 self.add(arrived)
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
-                     on_response: Callable[[], bool]) -> bool:
+                     on_response: OnResponse) -> bool:
         """Sample one round with the weights of step `version`. Returns False if the round was aborted, else
         True. Calls on_response() each time a turn ends. If on_response() returns True, the round is
         aborted."""
@@ -351,8 +353,7 @@ class Trajectories:
 
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int,
-            on_response: Callable[[], bool] = lambda: False,
+            max_tokens: int, key: tuple[int, ...], version: int, on_response: OnResponse = lambda: False,
             carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
     """Sample and grade `n` responses to each problem. Finished responses are graded while other responses are
     still sampled. A collective: every rank must call it, with the same `problems`. Returns
@@ -396,7 +397,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
-                        on_response: Callable[[], bool], carries: bool) -> set[Key] | None:
+                        on_response: OnResponse, carries: bool) -> set[Key] | None:
     """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
     or None if sampling was aborted. The result may have keys of samples on other ranks.
 
@@ -530,7 +531,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     return row
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Callable[[str], None]) -> dict[str, list[Problem]]:
+def load_sets(cfg: Config, tokenizer: Any, say: Say) -> Sets:
     """Returns name -> problems, for each file of --eval_data. `set_names` makes the names. Raises UserError
     for the same mistakes as load_problems."""
     longer = cfg.eval_response_len > cfg.max_response_len  # evaluation allows longer responses than training
@@ -571,8 +572,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def score_sets(engine: Engine, grader: Grader, sets: Mapping[str, Sequence[Problem]], cfg: Config,
-               step: int, on_response: Callable[[], bool] = lambda: False) -> tuple[Scores, list[dict]]:
+def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
+               on_response: OnResponse = lambda: False) -> tuple[Scores, list[dict]]:
     """Sample and grade the held-out problems of each evaluation set. Returns, on every rank, 1. the scores;
     2. one row for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
 

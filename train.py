@@ -38,6 +38,7 @@ from typing import Any
 
 from configs import (
     Config,
+    Say,
     UserError,
     check_paths,
     check_trackers,
@@ -105,6 +106,7 @@ from log import Logger, Meter, measure_samples
 from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values, vocabulary_hash
 from rollout import (
     TRAIN,
+    Sets,
     check_graders,
     load_sets,
     make_engine,
@@ -140,7 +142,7 @@ class Run:
     cfg: Config  # cfg.steps is set, even if --epochs or --total_episodes was given
     world: dist.World
     problems: list[Problem]
-    held_out: dict[str, list[Problem]]
+    held_out: Sets
     tokenizer: Any
     grader: Grader
     engine: Engine
@@ -319,7 +321,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
                carried, saver, log, lock)
 
 
-def load_data(cfg: Config, say: Callable[[str], None]) -> tuple[Any, list[Problem], dict[str, list[Problem]]]:
+def load_data(cfg: Config, say: Say) -> tuple[Any, list[Problem], Sets]:
     """Returns 1. the tokenizer; 2. the problems of --data; 3. for each file of --eval_data: name -> problems.
     Raises UserError if a file can't be read or does not fit the other flags."""
     tokenizer = load_tokenizer(cfg.model)
@@ -590,7 +592,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
-def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: list[list[list[list[int]]]],
+def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
     """Returns the samples with `prompt_share` set, for --aggregation prompt. It is the weight of each of the
     sample's tokens in the loss: 1 / (response tokens of the sample's prompt × number of prompts). Both

@@ -17,7 +17,7 @@ import random
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, ROOT, Config, UserError, gib, nearest, require
+from configs import GIB, NODE, ROOT, Config, Say, UserError, gib, nearest, require
 from data import Problem, Sample, fingerprint
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
 from model import folder_fingerprint, load_config, load_tokenizer
-from rollout import accuracy, graders_of, reward_files, terms_of
+from rollout import Sets, accuracy, graders_of, reward_files, terms_of
 from tools import plan
 
 # --- the machines
@@ -136,8 +136,7 @@ def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
     require(not other, f"not every rank {does} what rank 0 on {main_host} {does}: {', '.join(other)}", needed)
 
 
-def read_files(cfg: Config, problems: Sequence[Problem],
-               held_out: Mapping[str, Sequence[Problem]]) -> dict[str, str]:
+def read_files(cfg: Config, problems: Sequence[Problem], held_out: Sets) -> dict[str, str]:
     """Returns the facts for `check_same` about this rank's files: the fingerprints of its problems and of its
     model folders, with their tokenizers."""
     models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
@@ -216,7 +215,7 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
     return plan.Case(cfg, world.size, model_shapes(cfg), gpu, local, host, problems)
 
 
-def check_fit(cfg: Config, world: dist.World, problems: int, say: Callable[[str], None]) -> plan.Plan:
+def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
     """Returns the run's plan (tools/plan.py), and prints its first section. problems: number of prompts of an
     epoch. Raises UserError, with a remedy, if the run does not fit on the devices or on the disk of --out."""
     case = case_of(cfg, world, problems)
@@ -236,7 +235,7 @@ GOLD_LIMIT = 0.01  # a run starts if at most this share of the checked gold answ
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
-               say: Callable[[str], None], refuse: bool = True) -> None:
+               say: Say, refuse: bool = True) -> None:
     """Print how many gold answers of the data set `name` can't be graded, and show the first five of them.
 
     Raises UserError if more than GOLD_LIMIT of the checked gold answers can't be graded, unless `refuse` is
@@ -299,7 +298,7 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
-               say: Callable[[str], None], errors: Sequence[str] = ()) -> None:
+               say: Say, errors: Sequence[str] = ()) -> None:
     """Print three prompts of the first step with a response each, and the reasons of all grades.
 
     Raises UserError if all responses score 0 or if more than half were cut by length, unless --go is given.

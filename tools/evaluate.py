@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
@@ -26,8 +26,8 @@ from typing import Any
 
 import dist
 from ckpt import VERSIONS
-from configs import DATA_FILES, Config, UserError, given_flags, meanings, parse, require, user_errors
-from data import Problem, fingerprint
+from configs import DATA_FILES, Config, Say, UserError, given_flags, meanings, parse, require, user_errors
+from data import fingerprint
 from engine import Engine, eos_ids, free_cache
 from grading.worker import Grader
 from guard.start import check_gold
@@ -35,6 +35,7 @@ from guard.watch import watch
 from model import files_weights, folder_fingerprint, load_config, load_tokenizer, resolve, vocabulary_hash
 from rollout import (
     Scores,
+    Sets,
     check_engine_flags,
     check_graders,
     load_sets,
@@ -65,7 +66,7 @@ def _estimates(metrics):
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
-def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) -> dict[str, Any]:
+def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
     """Returns a dict for each evaluation set: its file, the hash and the number of its problems, the number
     of samples per problem, and the value and standard error of each metric."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
@@ -74,8 +75,8 @@ def summary(cfg: Config, sets: Mapping[str, Sequence[Problem]], scores: Scores) 
             for i, (name, problems) in enumerate(sets.items())}
 
 
-def paired_differences(sets: Mapping[str, Sequence[Problem]], scores: Scores,
-                       first_sets: Mapping[str, Sequence[Problem]], first_scores: Scores) -> dict[str, Any]:
+def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
+                       first_scores: Scores) -> dict[str, Any]:
     """Returns for each evaluation set a model's metrics minus the first model's metrics, with paired
     standard errors.
 
@@ -248,11 +249,11 @@ class Candidate:
     cfg: Config  # cfg.model is the model as the user named it: a folder or an id of the Hub
     path: str  # the model's folder on the disk
     tokenizer: Any
-    sets: dict[str, list[Problem]]  # name of an evaluation set -> its problems
+    sets: Sets  # name of an evaluation set -> its problems
     engine_key: tuple  # models with equal keys can use the same engine
 
 
-def load_candidate(cfg: Config, say: Callable[[str], None]) -> Candidate:
+def load_candidate(cfg: Config, say: Say) -> Candidate:
     """Returns the candidate for cfg.model. Raises UserError."""
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
@@ -304,7 +305,7 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
 
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
-                 world: dist.World, say: Callable[[str], None]) -> None:
+                 world: dist.World, say: Say) -> None:
     """Evaluate the models one after the other. Rank 0 saves and prints the results of each model, and a
     comparison of the models at the end.
 
