@@ -141,9 +141,9 @@ class Config:
     # --- the batch
     prompts_per_step: Count = 128  # prompts sampled each step
     samples_per_prompt: Count = 64  # responses to each prompt
-    max_prompt_len: Count = 2048  # tokens; longer prompts are dropped when the data is loaded
-    max_response_len: Count = 8000  # tokens
-    max_model_len: Amount = 0  # tokens of prompt plus response; 0: --max_prompt_len + --max_response_len
+    max_prompt_len: Count = 2048  # most tokens of a prompt; longer ones are dropped when the data is loaded
+    max_response_len: Count = 8000  # most tokens of a response
+    max_model_len: Amount = 0  # most tokens of prompt plus response; 0: --max_prompt_len + --max_response_len
     resample_rounds: Amount = 0  # most rounds that replace prompts whose samples have equal rewards (DAPO)
     round_len: Amount = 0  # decode in rounds of this many tokens, rebalance engines after each; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts per prompt of a step; 0: off
@@ -192,7 +192,7 @@ class Config:
     tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no weight
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
-    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # what the loss averages (grpo)
+    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how the loss averages (grpo)
     overlong_buffer: Amount = 0  # in this many tokens before the limit, the reward falls by up to 1 (DAPO)
     nonstop_penalty: NotNegative = 0.0  # lowers the reward of responses cut by length (Open-Instruct)
     mask_truncated: bool = False  # exclude responses cut by length from the loss
@@ -205,11 +205,11 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of this many ranks, replicate across groups; 0: one group
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # layers that backward recomputes: none, layers (all), a number, auto (fewest)
+    recompute: str = "auto"  # recomputed layers: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # keep unused weights and optimizer state of the trainer in host memory (CUDA)
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
-    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
+    save_samples: Literal["all", "some", "none"] = "some"  # some: 8 prompts, every --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/ too
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
     grace: Positive = 25.0  # seconds to save and exit after SIGTERM, SIGUSR1, ctrl-C; torchrun kills after 30
@@ -343,8 +343,8 @@ class Config:
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
         """Returns the learning rate of an update of the policy or critic. `update` counts the updates within
-        `step`, from 0. The rate depends only on these two counts, so a resumed run needs no scheduler state.
-        ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
+        `step`, from 0. The rate depends only on the config and these two numbers, so a resumed run needs no
+        scheduler state. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -439,8 +439,8 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Its 7 GPUs take 16 responses in each of 4
-    # accumulation steps: 28 prompts × 16 samples.
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. 7 GPUs × 16 responses × 4 accumulation
+    # steps there are 28 prompts × 16 samples here.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -463,14 +463,14 @@ LAYOUTS = {
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
     "production": dict(ranks=32),
 }
-# Presets whose production layout has another number of ranks than 32, as in Open-Reasoner-Zero.
+# Presets whose production layout does not have 32 ranks. The numbers are Open-Reasoner-Zero's.
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. They say where the run runs, and what it saves and logs. None
-# of them changes the algorithm; dtype changes only the rounding. The settings of the data are among them,
-# because a checkpoint compares the tokenized problems themselves (data.fingerprint).
+# Settings that may change when a run resumes, because they do not change the algorithm. dtype changes only
+# the rounding. Settings of the prompts, such as data and template, are among them: a checkpoint compares the
+# tokenized problems instead (data.fingerprint).
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
@@ -646,8 +646,8 @@ def meanings() -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that have no effect in some runs. A row has 1. names of flags, 2. a function: does config c use them?
-# 3. the setting that they need.
+# Flags that have no effect in some runs. A row: names of flags; a function that tells whether they have an
+# effect with config c; the setting that they need.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

@@ -63,7 +63,7 @@ class Problem:
     answer: str  # the gold answer
     kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
     weight: float = 1.0  # how often the problem comes in an epoch
-    dataset: str = ""  # the row's data set; --extractor and --reward may have an entry for it alone
+    dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
     row: int = 0  # the row's number in the file
 
@@ -149,7 +149,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true; made on the host: on a GPU, nonzero() waits
+    loss_tokens: Tensor  # (L,) indices where `mask` is true (mask.nonzero() on a GPU makes the host wait)
     fresh_tokens: Tensor  # (F,) indices where `mask` is true and this step's weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
@@ -458,8 +458,8 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     Every rank gets the same number of packs, because FSDP's collectives need that. All ranks work on their
     k-th packs at the same time and wait for each other, so these packs have about the same cost.
 
-    A prefix that samples share is computed once per pack. So samples of one prompt are moved in units. A unit
-    has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens."""
+    A prefix that samples share is computed once per pack. So samples of one prompt are kept together in
+    units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])

@@ -222,9 +222,11 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor, for the weights and the tensors of the optimizer's state. The tensors are not
-    copied. An optimizer without a step has no state yet. Names are unique, because no module has a parameter
-    and a submodule of the same name."""
+    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state. The
+    tensors are not copied. An optimizer has no state before its first step.
+
+    The names of state tensors, such as NAME.exp_avg, can't be names of weights, because no module has a
+    parameter and a submodule of the same name."""
     tensors = dict(model.named_parameters())  # named_parameters lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
@@ -286,7 +288,7 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def tensors_in(folder: str) -> dict[str, Any]:
-    """Returns name -> DCP's metadata, for each tensor in the safetensors files of a folder."""
+    """Returns name -> DCP's metadata (such as the shape), for each tensor in a folder's safetensors files."""
     return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
 
@@ -420,8 +422,8 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the las
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator for a phase. It measures the phase and ends the process if the phase
-    hangs. A phase ends when the GPU has finished its work. The phase's seconds are added to SECONDS."""
+    """Context manager and decorator for a phase. The phase's seconds are added to SECONDS. A phase ends when
+    the GPU has finished its work. With guard.watch, a phase that hangs ends the process."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
     # If a phase hangs, guard.watch's thread ends the process. But that thread can't run while C code holds

@@ -398,10 +398,10 @@ class PackModel(nn.Module):
     def recompute(self, whole: int | None) -> None:
         """Set what each layer stores for the backward pass, which then computes the rest again.
 
-            the first `whole` layers    store their input
-            the other layers            store their input and the results of matrix products and attention
-            all layers if `whole` is None   store everything
-        """
+            the first `whole` layers    their input
+            the other layers            their input, and the results of matrix products and of attention
+
+        If `whole` is None, all layers store everything, and nothing is computed again."""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
             # FSDP's hooks run outside of `forward`, so recomputing `forward` does not gather the weights
