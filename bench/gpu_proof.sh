@@ -1,15 +1,18 @@
 #!/bin/sh
-# Proves on a machine with a GPU what a CPU can't: that vLLM sleeps, wakes and takes weights beside a trainer, at the shape of
-# Qwen2.5-0.5B with random weights. Needs no network.
+# Tests on a GPU what a CPU can't test: that vLLM sleeps, wakes and takes new weights beside a trainer.
+# The model has the shape of Qwen2.5-0.5B and random weights. No network is needed.
 #
-#   sh bench/gpu_proof.sh [smoke] [rollout] [train] [recompute] [resume]      # without words: all, some minutes each
+#   sh bench/gpu_proof.sh [smoke] [rollout] [train] [recompute] [resume]     # default: all, some minutes each
 #
-# recompute   an update's seconds, MFU and memory with nothing recomputed, all but products and attention, and all
-# resume      two runs of four steps, one of them resumed after two, sampled by the PyTorch engine: are they equal bit by bit?
+# recompute   measures seconds, MFU and memory of an update three times: with nothing recomputed, with all
+#             but products and attention recomputed, and with all layers recomputed
+# resume      makes two runs of four steps with the PyTorch engine; one is resumed after two steps. Compares
+#             their weights bit by bit.
 #
 # PYTHON     the interpreter that has torch (default python3)
-# VLLM_SITE  a folder of unpacked packages, vllm among them, where the interpreter has none of its own
-# SMOKE      a script that puts vllm alone through sleep and wake, run first, eager and compiled; its last line is JSON
+# VLLM_SITE  a folder of unpacked packages with vllm, if the interpreter has no vllm of its own
+# SMOKE      a script that tests sleep and wake of vllm alone. It runs first, without and with --compile.
+#            The last line of its output must be JSON.
 # WORK       scratch for the model and the run, 25 GB (default: a new temporary folder, removed at the end)
 #
 # JSON lines go to bench/results/DEVICE/. The exit status is 0 only if all that ran was as it must be.
@@ -19,9 +22,9 @@ PYTHON=${PYTHON:-python3}
 if [ -n "${VLLM_SITE:-}" ]; then
     [ -d "$VLLM_SITE/vllm" ] || { echo "gpu_proof.sh: no vllm in VLLM_SITE=$VLLM_SITE; needed: the folder that has vllm/" >&2; exit 2; }
     export PYTHONPATH="$VLLM_SITE${PYTHONPATH:+:$PYTHONPATH}"
-    export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}" # not among the packages
+    export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}" # no flashinfer there
 fi
-export TORZ_ANY_VLLM=1 # also 0.26, which loses what it keeps under the tag kv_cache while it sleeps
+export TORZ_ANY_VLLM=1 # allows vLLM 0.26 too, which loses the memory tagged kv_cache while it sleeps
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 parts=${*:-smoke rollout train recompute resume}
 device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {

@@ -1,20 +1,19 @@
-"""Compares the memory that tools/plan.py plans with what torch takes from a CUDA driver, case by case.
+"""Compares the memory that tools/plan.py plans with the memory that torch takes from a stub CUDA driver.
 
     sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-NULLGPU: see trainer.py, which runs once for each case and each --recompute. Writes
-bench/results/nullgpu-memory.json, and the same as a table to nullgpu-memory.md. A case takes 20 to 60 s; with
---only, words of cases, the others keep their rows.
+NULLGPU: see trainer.py, which runs once for each case and each --recompute. A case takes 20 to 60 s. --only
+chooses the cases whose names contain one of its words; the other cases keep their rows. The table
+bench/results/nullgpu-memory.md, also as .json, has the columns:
+    layers      number of layers that are recomputed in whole; `none`: nothing is recomputed
+    planned     GiB by tools/plan.py, without an engine and NCCL's buffers, which do not exist here
+    allocated   peak GiB of torch's tensors
+    reserved    peak GiB that torch took from the driver
+    driver      peak GiB that the driver gave, with CUDA's context; the larger one of two steps
+    N a token   FLOP of matrix products per token, divided by the number of the model's parameters
 
-    layers      that are recomputed in whole; `none`: nothing is recomputed
-    planned     GiB by tools/plan.py, without an engine and NCCL's buffers, which this process does not have
-    allocated   the peak of torch's tensors
-    reserved    the peak of what torch took from the driver
-    driver      the driver's peak, with CUDA's context, of two steps of a phase
-    N a token   FLOP of products, as multiples of the model's parameters, of an update or a critic's phase
-
-Exit status 1 where the plan is below the driver's peak or over 8 % above it, where memory ran out, or where
---recompute auto takes more than 92 % of the device with what this process does not have.
+The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
+--recompute auto leaves less than 8 % of the device free (NCCL's buffers and a sleeping engine included).
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ ABOVE = 1.08  # largest allowed ratio of the plan to the driver's peak
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """Returns, by phase, the planned driver's peak in GiB for trainer.py: without NCCL's buffers and without
-    an engine."""
+    """Returns phase -> planned peak in GiB, without NCCL's buffers and an engine, which trainer.py lacks."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -59,7 +57,7 @@ def planned(case: plan.Case) -> dict[str, float]:
 
 
 def case_of(name: str, recompute: str) -> plan.Case:
-    """Returns the plan's case for one of CASES."""
+    """Returns the case of tools/plan.py for a name in CASES."""
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset, "--recompute", recompute])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
@@ -67,10 +65,11 @@ def case_of(name: str, recompute: str) -> plan.Case:
 
 
 def measure(name: str, recompute: str) -> list[dict]:
-    """Returns a row for each phase of a case. An update has two packs and adds up their gradients."""
+    """Runs trainer.py for a case. Returns a row per phase. An update adds up the gradients of two packs."""
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # Where neighbours share a prompt attention lays out copies, and a short prompt saves no memory.
+    # The worst case for memory: two samples share a prompt, so attention copies the prompt in front of each.
+    # The prompt is short, so that storing it once saves nearly no memory.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -84,7 +83,7 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns a phase's figures: the maximum of two steps. The first step creates the optimizer's state."""
+    """Returns the row of a phase: maxima over its two steps. The first step creates the optimizer's state."""
     def most(field):
         return max(step[field] for step in steps)
 
@@ -101,7 +100,7 @@ def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict])
 
 
 def wrong(row: dict) -> str:
-    """Returns the error of a row, or nothing."""
+    """Returns what is wrong with a row, or an empty string."""
     if row["out_of_memory"]:
         return "out of memory"
     if not 1 <= row["share"] <= ABOVE:
@@ -113,7 +112,7 @@ def wrong(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns the rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = []
     for r in rows:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]

@@ -1,30 +1,30 @@
-"""Runs the trainer's host side for one rank of many, on a CUDA device that computes nothing.
+"""Runs the trainer as one rank of many on a stub CUDA device, which counts memory and computes nothing.
 
     sh NULLGPU/run.sh python -m bench.nullgpu.trainer [--preset orz-7b] [--size 7b] [--world 32] [--packs 1]
                                                       [flags of train.py]
 
-NULLGPU is the folder of a stub CUDA driver. It is not in this repository. Its setup.sh installs CUDA builds
-of torch and vLLM beside it; add NULLGPU to PYTHONPATH too. The stub counts memory against a capacity, kernels
-do nothing, and copies to the host bring zeros. The process group is torch's fake one. Models have a real
-shape and no values.
+NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
+builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. With the stub, memory is counted
+against a capacity, kernels do nothing, and copies to the host bring zeros. The process group is torch's fake
+one. Models have a real shape, and no values.
 
-So this shows shapes, memory by torch's real allocator, which kernels are launched, copies, waits and
-collectives. It shows no number that a GPU computes, no time that a GPU takes, and nothing of NCCL.
+So this shows shapes, memory by torch's real allocator, kernel launches, copies, waits and collectives. It
+shows no number that a GPU computes, no time that a GPU takes, and nothing about NCCL.
 
-Prints one JSON line a phase, of this rank:
+Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
     on, off          a model's state moves to the device and back
     values           the critic's forward passes
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
-
-    planned_gib      tools/plan.py's total, less what this process does not have: NCCL's buffers and an engine
-    *_gib            memory of torch's allocator (peak, reserved, what stays), the driver's peak, bytes moved,
-                     pinned: host memory that the phase pinned
-    h2d, d2h         copies from host to device and back
-    pageable         bytes of those that torch made from or to memory that is not pinned
+The fields:
+    planned_gib      tools/plan.py's total, without NCCL's buffers and an engine, which do not exist here
+    *_gib            torch's allocator: peak, reserved, stays (memory at the phase's end). driver_peak. Bytes
+                     that were moved. pinned: host memory that the phase pinned.
+    h2d, d2h         number of copies from host to device, and back
+    pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
-    index_add        launches of atomic additions. Their order is not fixed on a GPU, which matters where rows
-                     of the index are repeated; those of attention's outputs are not
+    index_add        launches of atomic additions. Their order is not fixed on a GPU, so repeated rows of the
+                     index give other bits. The index of attention's outputs has no repeated rows.
     waits            times that the host waits for the device
 """
 
@@ -64,19 +64,20 @@ from tools import plan
 GIB = 2**30
 
 
-# --- values that code reads from the device, which has zeros
+# --- values that the trainer reads from the device; the stub would return zeros
 
-HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> the same on the host
+HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> copy of this tensor on the host
 
 
 def host_values() -> None:
-    """Reads values that decide tensor sizes (segment lengths and masks) from the host."""
+    """Makes Tensor.nonzero and Tensor.cpu read the tensors of HOST from the host. Their values (segment
+    lengths and masks) decide the sizes of other tensors."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
         host = HOST.get(x.data_ptr()) if x.is_cuda else None
         same = host is not None and (host.shape, host.dtype) == (x.shape, x.dtype)
-        return host if same else None  # the address may be another tensor's by now
+        return host if same else None  # not the same: another tensor now has this address
 
     def of_host(function):
         def call(x, *args, **kwargs):
@@ -90,7 +91,7 @@ def host_values() -> None:
 
 
 def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.device, seed: int) -> data.Pack:
-    """Returns a pack of samples of --segment tokens on the device. --group neighbours share their prompt."""
+    """Returns a pack of samples of --segment tokens on the device. Each --group samples share a prompt."""
     rng, samples = np.random.default_rng(seed), []
     count = args.segment - args.prompt
     for i in range(max(1, cfg.pack_len // args.segment)):
@@ -111,7 +112,7 @@ def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.devic
 
 
 def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) -> plan.Case:
-    """Returns the run to plan, on this device."""
+    """Returns the case that tools/plan.py plans for this device."""
     shape = dataclasses.replace(plan.KNOWN[args.size], layers=args.layers or plan.KNOWN[args.size].layers)
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     return plan.Case(cfg, world.size, [shape, shape], gpu, local=min(world.size, configs.NODE))
@@ -119,7 +120,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Returns policy or critic with its optimizer. As train.load_models, but without reading files."""
+    """Returns policy or critic with its optimizer, made as in train.load_models but without model files."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
@@ -157,7 +158,7 @@ class Log:
 
 
 class Pageable(TorchDispatchMode):
-    """Counts the bytes that torch copies between device and host where the host's memory is not pinned."""
+    """Counts the bytes that torch copies between the device and host memory that is not pinned."""
 
     bytes = 0
 
@@ -177,12 +178,12 @@ class Pageable(TorchDispatchMode):
 
 
 def launches(*words: str) -> int:
-    """Returns the launches since the phase began, of kernels whose name has one of the words."""
+    """Returns the number of launches in this phase of kernels whose name contains one of the words."""
     return sum(n for name, n in nullgpu.kernels() if any(word in name for word in words))
 
 
 class Phases:
-    """Measures phases and prints their figures."""
+    """Measures phases and prints one JSON line per phase."""
 
     def __init__(self, planned: dict[str, float], pageable: Pageable) -> None:
         self.planned, self.pageable = planned, pageable
@@ -202,7 +203,7 @@ class Phases:
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
         copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
-        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # not this one
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # less this wait
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
@@ -213,7 +214,7 @@ class Phases:
 
 
 def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
-    """Gathers all weights, as for the engine."""
+    """Gathers all weights, as train.py does for the engine."""
     torch.cuda.empty_cache()
     phases.begin()
     for name, weight in dist.full_weights(policy.model, world.device):
@@ -223,7 +224,7 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
 
 def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
-    """Runs two steps' updates of a role."""
+    """Runs the updates of one role (policy or critic) in two steps."""
     count = args.updates if role.name == "critic" else 1
     cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
     loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
