@@ -93,7 +93,7 @@ def _after_thought(text):
 
 def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
-    side are one answer, joined by commas. So a response that offers two answers is wrong."""
+    side are one answer, joined by commas. So a response can't win by offering several answers."""
     text = _after_thought(text)
     boxes = _boxes(text, ANY_BOX)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
@@ -141,7 +141,7 @@ def _last(pattern):
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "orz": extract_answer,  # the last box of the last <answer> block that has one
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
-    "answer_tag": _answer_tag,  # the last <answer> block: its box, else the text after `answer is`, else all
+    "answer_tag": _answer_tag,  # last <answer> block: its box, or its text after `answer is`, or all of it
     "gsm8k": _last(GSM8K),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
     "letter": _last(CHOICE),  # the last letter A to J that is given as the answer (CHOICE)
@@ -275,7 +275,7 @@ def _quoted(match):
 
 
 def _is_word(match):
-    r"""Returns whether letters outside of \text{} are a word. If not, each letter is a variable: `abc` is a
+    r"""Returns whether letters outside of \text{} are a word. If not, each letter is a variable: `ab` is a
     product."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
@@ -340,13 +340,13 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) ?)?\\frac\{([+-]?\d{1,40})\}\{([+-]
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
-# The left side of `=`, if it is a name: in x=5 the answer is 5.
+# Matches the left side of `=` if it only names the answer: x in x=5.
 NAME = re.compile(r"""
     (?:(?:m\ ?)?\\(?!pi)[a-z]+\ ?(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{"?\w+"?\})?'?(?:\([\w,]*\))?                   # ABC, a_{1}, f'(x)
   | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)                      # |AB|, [ABC], (r,\theta)
 """, re.VERBOSE)
-TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a left side such as m+n, if a problem asks for m+n
+TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
 MATRIX = re.compile(  # a matrix, or a factor and a matrix
     r"(-?(?:(?:\d|\\frac|\\sqrt)[\w{}\\./]*)?)"
@@ -364,7 +364,7 @@ ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
 PLURAL = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
-DEEPEST = 8  # levels of nested brackets that `read` splits; text below them is read as one expression
+DEEPEST = 8  # levels of nested parts that `read` splits; text at a deeper level is one expression
 
 
 def _split(text, name):
@@ -398,8 +398,8 @@ def _brackets(text):
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
-    """Returns the Reading of a normalised text. depth: number of enclosing parts, if the text is a part of an
-    answer."""
+    """Returns the Reading of a normalised text. depth: number of parts of the answer that enclose this text;
+    0 for the whole answer."""
     if depth <= DEEPEST and text:
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):

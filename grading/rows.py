@@ -75,7 +75,7 @@ class Row:
 
 def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
     """Yields (number, Row) for each row of a file. `path` may also name a file on the Hub (`local_file`).
-    default: the kind of rows that name none. Raises UserError."""
+    default: the kind of a row without the field `reward`. Raises UserError for a wrong file or row."""
     for number, row in read_rows(local_file(path)):
         yield number, problem_of(row, f"{path} row {number}", default)
 
@@ -123,8 +123,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # Only the kind "choice" understands a gold answer that is the index of a choice. Every other kind
-        # compares the answer with the number itself.
+        # A number as the gold answer may be the index of a choice, which only the kind "choice" understands.
+        # So in a row of another kind, a number must be the text of one of the choices.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -264,12 +264,12 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text; {} if it has none. Raises UserError if they are no texts or
-    more than 26."""
+    """Returns the row's choices: letter -> text; {} if it has none. Raises UserError if a choice is
+    not a text, or if there are more than 26."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # Parquet gives each row the letters of all rows, with null as their text
+    elif isinstance(choices, dict):  # in Parquet, a row also has the letters of other rows, with nulls
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
@@ -279,8 +279,8 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """Returns the problem's text followed by its choices, one `A. text` a line. Returns `text` unchanged if
-    it already lists these choices. Raises UserError if it lists other choices."""
+    """Returns the problem's text followed by a line `A. text` for each choice. Returns `text` unchanged
+    if it already lists these choices. Raises UserError if it lists other choices."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
@@ -347,7 +347,7 @@ def _parquet_rows(file):
     import pyarrow.parquet
 
     try:
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # rows in memory at once
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, ValueError, OSError) as e:
         raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: a whole .parquet "

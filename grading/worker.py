@@ -55,15 +55,15 @@ MAX_ANSWER = 2000  # most characters of an answer; a longer answer is "unparsed"
 MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
 CACHE = 16_384  # most grades to cache; the samples of a prompt often have the same answer
 MAX_REPLY = 200_000  # most characters of a text that an environment returns
-CHUNK = 16  # most requests in one message to a worker; a message costs 0.2 ms
+CHUNK = 16  # most requests in a chunk, which is one message to a worker; a message costs 0.2 ms
 LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
-MAX_TASKS = 250  # chunks after which a new worker replaces a worker, because sympy's caches grow
+MAX_TASKS = 250  # after this number of chunks a worker is replaced, because its sympy caches grow
 WALL = 4  # a worker is also killed after WALL deadlines of wall time, for example if a custom reward sleeps
 # The server runs this file as __main__. So it can remove the modules `grading` and `configs` from
 # sys.modules, and a user's file can import its own modules of these names.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
-START = 300  # most seconds for the start of a server; imports from a network disk are slow
+START = 300  # a server may need this number of seconds to start, because network disks are slow
 
 # What the trainer sends to a worker:
 #     "compare", answer, gold, kind                is the answer right?
@@ -308,8 +308,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     _functions.update((spec, _import_function(spec)) for spec in functions)
     if compares:
         _warm()
-    # Garbage collection would write to all objects, so each worker would copy all memory pages that it
-    # shares with the server.
+    # Workers share memory pages with the server until they write to them. Garbage collection writes to all
+    # objects, so it would copy all pages. gc.freeze exempts the objects that exist now.
     gc.freeze()
     _dispatch(requests, replies, workers, deadline)
     _die()

@@ -19,8 +19,11 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 # Largest mean |engine - trainer| log-prob, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# The stages of the self-check, each with: the moment; the factor on the weights; 1 for the prompts, or -1 for
-# the prompts with their tokens in reverse order; likely causes of a failure.
+# The stages of the self-check. Each stage has four entries:
+#     the moment, for the message
+#     the factor on the engine's weights
+#     1 for the prompts, or -1 for the prompts with their tokens in reverse order
+#     likely causes of a failure, for the message
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),

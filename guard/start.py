@@ -86,7 +86,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
-        for who in ("policy", "critic"):  # refused now, not at the end of training
+        # Raises UserError now, and not at the end of training, if the export can't be written.
+        for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
     except OSError as e:
@@ -165,7 +166,8 @@ def program(cfg: Config) -> dict[str, str]:
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless the disk of `folder` has `needed` bytes for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    free = shutil.disk_usage(folder).free + used  # the run will delete its old checkpoints
+    # The run deletes its old checkpoints when it saves new ones, so their bytes count as free.
+    free = shutil.disk_usage(folder).free + used
     require(free >= needed, f"{gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)}, so a smaller --keep, or another --out")
 

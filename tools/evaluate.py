@@ -254,7 +254,7 @@ class Candidate:
 
 
 def load_candidate(cfg: Config, say: Say) -> Candidate:
-    """Returns the candidate for cfg.model. Raises UserError."""
+    """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
     sets = load_sets(cfg, tokenizer, say)
@@ -338,7 +338,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
 
 
 def main(argv: Sequence[str]) -> None:
-    """`python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]`: see ABOUT. Raises UserError."""
+    """Run the command; ABOUT describes it. Raises UserError for a user's mistake."""
     cfgs = eval_configs(argv)
     cfg, folders = cfgs[0], [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)

@@ -39,7 +39,7 @@ VERSION = 3  # to be raised with each change of this file that changes the model
 # OFF: largest error of a guess. The error is uniform over the integers from -OFF to OFF.
 GUESSES, OFF = 0.5, 12
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, learning rate, warm-up updates
-HELD_OUT = 512  # number of problems in heldout.jsonl; the other 7588 of the 8100 problems are for training
+HELD_OUT = 512  # number of problems in heldout.jsonl; train.jsonl has all other problems
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
 
