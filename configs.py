@@ -192,7 +192,7 @@ class Config:
     tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no weight
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
-    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how the loss averages (grpo)
+    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how losses are averaged (grpo)
     overlong_buffer: Amount = 0  # in this many tokens before the limit, the reward falls by up to 1 (DAPO)
     nonstop_penalty: NotNegative = 0.0  # lowers the reward of responses cut by length (Open-Instruct)
     mask_truncated: bool = False  # exclude responses cut by length from the loss
