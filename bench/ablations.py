@@ -4,19 +4,15 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
---part chooses the runs:
-    core        the variants that decide most claims
-    all         all variants
-    power       grpo and ppo with ten seeds
-    stability   grpo and ppo with thirty seeds, on the hardest task
+--part core runs the variants that decide most claims, and `all` runs all variants. `power` runs grpo and ppo
+with ten seeds, and `stability` with thirty seeds on the hardest task.
 
 A variant is a reference recipe with other flags or with a patched function. It is compared with its reference
 on the same seeds, by held-out accuracy after the last step. The tables show the mean difference and its 95 %
 interval (Student's t). All runs of a task start from the same base model.
 
-Finished runs are kept in bench/results/ablations.jsonl. So after an interruption the same command makes only
-the missing runs. All variants run with seed 0 first, then with seed 1. The tables go to
-bench/results/ablations.md.
+Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. All
+variants run with seed 0 first, then with seed 1. The tables go to bench/results/ablations.md.
 """
 
 from __future__ import annotations

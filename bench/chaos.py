@@ -6,8 +6,8 @@
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
 step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
-program types the command again, as a user would. Two nodes are two network namespaces with a virtual cable
-between them. Namespaces need root; without root both nodes use loopback.
+program types the command again, as a user would. Two nodes are two network namespaces, or without root both
+are on loopback.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
@@ -215,7 +215,7 @@ class Nodes:
 
 
 def rendezvous(out: Path, host: str) -> list[str]:
-    """Returns the torchrun flags with which two agents meet at `host`. `out` determines the port."""
+    """Returns the torchrun flags with which two agents meet at `host`. The port depends on `out`."""
     port = random.Random(str(out)).randint(20000, 40000)
     return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", out.name,
             "--rdzv-endpoint", f"{host}:{port}"]

@@ -8,10 +8,8 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs have f
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
     second    204 pairs of the same file, written before the grader was improved a second time
 
-Three graders judge each pair:
-    after         grading/answers.py
-    before        reward.py as of the commit --before
-    math-verify   math-verify with its own extraction of answers
+Three graders judge each pair: grading/answers.py (`after`), reward.py as of the commit --before (`before`),
+and math-verify with its own extraction of answers.
 
 --failures prints each wrong verdict of grading/answers.py, except on the unseen third. Prints one JSON line
 per grader and part. With --unseen, also writes bench/results/equality.md and .json.

@@ -9,8 +9,7 @@ line per rank:
     by_share         peak_gib / share_gib; about 1 if the rank reads only its own slices
     bound_gib        1.3 × share_gib + one layer
     within           whether peak_gib is within the bound
-    file_pages_gib   pages of the mapped safetensors files. The kernel may free them, so they are not in
-                     peak_gib, which counts only anonymous memory (what the rank allocates).
+    file_pages_gib   pages of the mapped files, which the kernel may free. They are not part of peak_gib.
 """
 
 from __future__ import annotations

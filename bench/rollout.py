@@ -3,11 +3,10 @@
     python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
-The engine and the trainer's policy are in one process, as in train.py. The sampling speed is compared with
-that of vLLM's own `generate` (`bare_vllm`) and with an upper bound (`limit`). The bound assumes that each
-decoding step reads the weights and the cached keys and values once, as fast as this device copies a tensor.
-
-Prints one JSON line per measurement. Values are medians over the rounds after the first.
+The engine and the trainer's policy are in one process, as in train.py. Prints one JSON line per measurement,
+with medians over the rounds after the first. The sampling speed stands beside that of vLLM's own `generate`
+(`bare_vllm`) and an upper bound (`limit`). The bound assumes that a decoding step reads the weights and the
+cached keys and values once, as fast as this device copies a tensor.
 """
 
 from __future__ import annotations

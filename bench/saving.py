@@ -6,8 +6,7 @@
 A save has two costs. Training waits for the copy to host memory. Then a thread writes the files, which slows
 the steps that run meanwhile. All blocks belong to one run of the demo. Prints one JSON line:
     waits_s            seconds that training waits for the copy
-    difference_share   (block with a save - block without) / block without, in seconds: the mean over the
-                       middle four fifths of the pairs of blocks
+    difference_share   seconds of a block: (with a save - without) / without; mean of the middle four fifths
     cpu_share          the same in CPU seconds of this rank, which other programs disturb less
 """
 

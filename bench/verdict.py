@@ -29,13 +29,10 @@ def main() -> None:
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # The bounds for the gap: engine and trainer round differently. At 7B with vLLM's bf16 head, others found
-    # a gap of 0.032 nats (root mean square), which is about 0.026 in the mean. Stale weights or a wrong
-    # temperature give 0.1 nats or more.
-    #
-    # The bounds for memory: a sleeping vLLM keeps its CUDA graphs and kernels, 0.5 GiB outside its pool at
-    # 7B. A stub CUDA driver that counts memory found 0.8 to 1.0 GiB in total. Several GPUs add NCCL's
-    # buffers. If the memory grows from step to step, it leaks.
+    # The bound of the gap: engine and trainer round differently. At 7B with vLLM's bf16 head, others found a
+    # gap of 0.026 nats in the mean. Stale weights or a wrong temperature give 0.1 nats or more.
+    # The bounds of memory: a sleeping vLLM keeps its CUDA graphs and kernels. On a stub CUDA driver that
+    # counts memory this is 0.8 to 1.0 GiB. Several GPUs add NCCL's buffers. Memory that grows is a leak.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

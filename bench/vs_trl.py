@@ -22,18 +22,12 @@ median of its steps after the first turn.
 
 Memory is the peak of anonymous and shared memory of a side's processes. It is read after the last step. For
 each process it is the sum of:
-- the memory that it holds now: Pss_Anon + Pss_Shmem of /proc/PID/smaps_rollup. There, a page that n processes
-  share counts 1/n.
-- the memory that it held in addition at its peak: VmHWM - VmRSS of /proc/PID/status.
-Pages of files are left out. They are mostly libraries, and their count depends on which other processes map
-the same files.
+- what it holds now: Pss_Anon + Pss_Shmem of /proc/PID/smaps_rollup. A page that n processes share counts 1/n.
+- what it held in addition at its peak: VmHWM - VmRSS of /proc/PID/status.
+Pages of files are left out. They are mostly libraries, and their count depends on other processes.
 
---trl_python   TRL's interpreter
---trl_ranks    TRL's ranks
---ranks        torz's ranks
---dtype        torz's dtype
---base         the model's folder; it is made if it is missing
---side, --seed and --out are used by the processes that this program starts.
+--trl_python, --trl_ranks: interpreter and ranks of TRL. --ranks, --dtype: ranks and dtype of torz. --base:
+the model's folder, made if it is missing. --side, --seed and --out are for the processes started here.
 
 Prints one JSON line per side and pair. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
 """

@@ -1,26 +1,26 @@
-"""Runs train.py's `main` with the real vLLM on a CUDA device that computes nothing: PPO, then GRPO.
+"""Runs train.py's `main` with the real vLLM on a stub CUDA device that computes nothing: PPO, then GRPO.
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-NULLGPU: see trainer.py here. The model has the shape of Qwen2.5-0.5B, or fewer of its layers. Each algorithm
-runs twice, in processes of their own: two steps with a save after each and an export, then the same command
-with two more steps, which resumes. All tokens that the engine samples are 0, and all losses are 0.
-With 24 layers PPO takes 27 GiB of the host's memory and GRPO 13.
+NULLGPU: see trainer.py in this folder. The model has the shape of Qwen2.5-0.5B; --layers may be less than its
+24. Each algorithm runs twice, each time in a new process. The first run makes two steps with a save after
+each, and an export. The second run resumes and makes two more steps. All sampled tokens and all losses are 0.
+With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
 
-Prints one JSON line a phase of the loop, of the only rank:
-    held_gib       what the driver has given when the phase ends
-    expected_gib   what it should be then: a process's own memory and a sleeping engine, nothing of the
-                   trainer's; or the share of an engine that is awake
-    peak_gib       the most that the driver gave in the phase
-    plan_gib       the plan's largest total for the phase; 0 where it has none
-    h2d, d2h       copies from host to device and back, and their GiB
-    pageable       bytes of those that torch made from or to memory that is not pinned
+Prints one JSON line per phase of the loop, for the only rank:
+    held_gib       memory that the driver has given when the phase ends
+    expected_gib   what held_gib should be: the process's own memory and a sleeping engine, and nothing of the
+                   trainer. While the engine is awake: the engine's share of the device.
+    peak_gib       the most memory that the driver gave in the phase
+    plan_gib       the largest total of tools/plan.py for the phase; 0 if the plan does not have this phase
+    h2d, d2h       number of copies from host to device and back; with _gib, their size
+    pageable       bytes that torch copied from or to host memory that is not pinned
     pinned_gib     host memory that was pinned in the phase
     waits          times that the host waits for the device
 
-"before eval" is the wake with its sync of weights, "before wait" the engine's falling asleep.
-
-Exits with 1 if a run fails or if `held_gib` passes `expected_gib` by 0.3.
+A row "before NAME" covers the time from the last phase to NAME. In "before eval" the engine wakes and gets
+the weights. In "before wait" it falls asleep. The exit status is 1 if a run fails, or if `held_gib` is 0.3 or
+more above `expected_gib`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
-TOLERANCE = 0.3  # GiB: cuBLAS workspaces, the packs and metrics of the step
-# Short enough for two cores, long enough for packs of the preset's own length.
+TOLERANCE = 0.3  # GiB for cuBLAS workspaces, and for the step's packs and metrics
+# The run is small enough for two cores, and fills packs of the preset's length.
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
@@ -62,7 +62,7 @@ FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_p
 
 
 class Phases:
-    """Wraps dist.phase and prints the measurements of each phase, and of the work before it."""
+    """Replaces dist.phase. Prints a row for each phase, and a row for the time between two phases."""
 
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
@@ -94,7 +94,7 @@ class Phases:
 
 
 def planned(cfg: configs.Config) -> dict[str, float]:
-    """Returns the plan's largest total by phase, in GiB."""
+    """Returns phase -> largest planned total, in GiB."""
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     totals = {}
     for name, usage in plan.memory(plan.Case(cfg, 1, model_shapes(cfg), gpu)):
@@ -103,7 +103,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Counts one sampled token per decode step. The device reports 0, so no response would end."""
+    """Makes vLLM count one sampled token per decoding step. The stub counts 0, so no response would end."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -117,7 +117,7 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Keeps host copies of the tensors that decide sizes, when a pack moves to the device."""
+    """Copies a pack's tensors that decide sizes to `known` (HOST) when the pack moves to the device."""
     import data
 
     to = data.Pack.to
