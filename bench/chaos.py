@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python bench/chaos.py works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python bench/chaos.py`
 
 from bench.common import ROOT, environment, new_folder, say
 
@@ -202,7 +202,7 @@ class Nodes:
         """Kills the node's agent and all its ranks, as a power cut does. Each rank has its own session."""
         agent = self.agents[node]
         if agent.poll() is None:
-            os.killpg(agent.pid, signal.SIGSTOP)  # so that it starts no more ranks
+            os.killpg(agent.pid, signal.SIGSTOP)  # so that the agent starts no more ranks
         ranks = self.ranks(node).values()
         for pid in [agent.pid, *ranks]:
             with contextlib.suppress(ProcessLookupError):
@@ -329,7 +329,7 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     nodes.expected = folder.name
     nodes.type()
     nodes.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # if the run was wrongly not refused, it may be gone already
+    shutil.rmtree(folder, ignore_errors=True)  # it may be missing, if the run was not refused
     nodes.had = newest(nodes.out)
     return True
 
@@ -379,7 +379,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Dates all files to 1970 or 2100, as a host with a wrong clock does. Kills about half of the runs."""
+    """Dates all files to 1970 or 2100, as a wrong clock does. In half of the cases also kills the run."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

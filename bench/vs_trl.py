@@ -47,7 +47,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python bench/vs_trl.py works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python bench/vs_trl.py`
 
 from bench.common import RESULTS, arguments, say, torchrun
 
@@ -72,7 +72,7 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """A side's part of taking turns. The side calls `step` after each training step."""
+    """Makes a side train in turns. The side calls `step` after each training step."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/memory.py works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python bench/nullgpu/memory.py`
 
 import configs
 from bench.common import RESULTS, arguments, markdown

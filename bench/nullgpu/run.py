@@ -36,7 +36,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/run.py works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python bench/nullgpu/run.py`
 
 import nullgpu
 import torch

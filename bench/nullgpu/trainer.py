@@ -37,7 +37,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # python bench/nullgpu/trainer.py works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python bench/nullgpu/trainer.py`
 
 import configs
 
