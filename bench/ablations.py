@@ -570,7 +570,7 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
                              for sign in (1, -1))
             rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
         pairs = len(gaps) // 2
-        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ; {pairs / 20:.0f} would by chance.")
+        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. Chance gives {pairs / 20:.0f}.")
     head = ("task", "recipe", "seeds", "accuracy", "higher than", "lower than")
     return [*table(head, rows), "", *notes]
 
