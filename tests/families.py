@@ -1,8 +1,8 @@
-"""A tiny random model of every supported family, and how far ours is from transformers' own.
+"""Tiny random models of every supported family, and functions that compare our model with transformers'.
 
-test_families.py asserts the differences, and bench/families.py makes a table of them. The models have no
-default values: every multiplier, bias, window and rotary scaling that a family knows is set to something that
-changes its output, and every norm's weight is random.
+test_families.py asserts that the differences are small. bench/families.py shows them in a table. Every
+multiplier, bias, window and rotary scaling of a family has a value that changes the model's output. So code
+that ignores one of them makes a large difference. Every norm's weight is random.
 """
 
 import copy
@@ -28,14 +28,14 @@ import rollout
 from configs import PRESETS
 from tools.tiny import make_tokenizer
 
-WINDOW = 7  # of sliding layers, in tokens; the samples have up to 33
+WINDOW = 7  # attention window of the sliding layers, in tokens; samples have up to 32 tokens
 SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64,
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
-# Model name -> settings that differ from COMMON. The name up to the first `-` is the model type.
+# Model name -> settings that make() adds to `common`. The name up to the first `-` is the model_type.
 MODELS = {
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
     "qwen2-untied": dict(),
@@ -66,14 +66,14 @@ MODELS = {
 }
 
 
-KEPT = []  # keeps vLLM's engines alive: freeing an engine destroys state shared with the next one
+KEPT = []  # keeps vLLM engines alive: Python would free them, and this destroys state that later engines use
 
 
 def make(folder: Path, name: str) -> str:
-    """Save the model `name` of MODELS, with the demo's byte tokenizer, in a folder of its name. Returns its
-    path."""
+    """Save the model `name` of MODELS, with random weights, and a byte tokenizer in the folder `folder/name`.
+    Returns this folder's path."""
     tokenizer = make_tokenizer()
-    # A head size of 32 is the smallest that vLLM's CPU attention takes.
+    # The head size hidden_size / num_attention_heads is 32, the smallest that vLLM's CPU attention takes.
     common = dict(
         vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=128, num_hidden_layers=2, max_position_embeddings=512, attention_dropout=0.5,
@@ -83,7 +83,7 @@ def make(folder: Path, name: str) -> str:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)
     for p in hf.parameters():
-        if p.ndim == 1:  # norms, whose weights are all equal, and biases, which are 0
+        if p.ndim == 1:  # biases are 0 and the weights of a norm are all equal: make them random
             torch.nn.init.normal_(p, mean=float(p.detach().mean()), std=0.2)
     hf.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
@@ -91,14 +91,14 @@ def make(folder: Path, name: str) -> str:
 
 
 def original(path: str) -> torch.nn.Module:
-    """Returns transformers' model of the folder in fp32, with transformers' attention and without dropout."""
+    """Returns transformers' own model of the folder `path`: fp32, eager attention, no dropout."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Returns log-probs (T,) in the layout of data.pack(samples); prompts have 0. transformers' model
-    computes them for one sample at a time."""
+    """Returns log-probs (T,) in the layout of data.pack(samples), computed by transformers' model for one
+    sample at a time. Prompt tokens get 0."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -108,8 +108,11 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Returns the largest difference between our model in training mode and transformers' model, in log-probs
-    (nats) and in gradients (share of the gradient's norm). The pack has nine samples that share prefixes."""
+    """Compares our model in training mode with transformers' model, on nine samples that share prefixes.
+    Returns the largest differences:
+
+    logp: of a token's log-prob, in nats
+    gradient: of a parameter's gradient; norm of the difference / norm of the gradient"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -125,7 +128,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Returns the largest difference between the model's buffers and those of from_pretrained."""
+    """Returns the largest difference between our model's buffers and the buffers of transformers' model."""
     theirs = dict(original(path).named_buffers())
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -133,9 +136,9 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between an engine's log-probs of its samples and the trainer's,
-    before and after a sync of new weights. Prompts differ in length; some are longer than a window. `kind`:
-    torch or vllm. vLLM needs dist.init in this process, and the engine stays in memory."""
+    """Returns the largest difference in nats between the log-probs of engine and trainer for the engine's
+    samples, before and after the engine loads new weights. Some prompts are longer than WINDOW. kind: torch
+    or vllm. vLLM needs dist.init in this process, and its engine stays in memory."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -156,21 +159,24 @@ def compare_engine(path: str, kind: str) -> float:
 
 
 def compare_vllm(paths: list[str]) -> list[float]:
-    """Returns compare_engine with vLLM for each folder, one after the other, in this process."""
+    """Returns compare_engine(path, "vllm") for each path. All engines run in this process."""
     dist.init("cpu", "float32")
     return [compare_engine(path, "vllm") for path in paths]
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Round the weights to bfloat16, the precision of an export."""
+    """Round the weights to bfloat16, the dtype of exported weights, so that the export changes no weight."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Returns the largest differences after export and loading: the policy's log-probs (transformers), the
-    critic's values before each last token (transformers), and all of the critic's values (ours)."""
+    """Exports policy and critic to `out`. Returns the largest differences between our models and the exports:
+
+    policy: log-probs; transformers loads the export
+    critic: value before a sample's last token; transformers loads the export
+    critic, loaded again: values of all tokens; our load_critic loads the export"""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -187,8 +193,9 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,) the exported critic's value of each sample without the last token, by transformers' class.
-    If a family has no sequence classifier, this multiplies the backbone's state by the critic's head."""
+    """Returns (N,) the exported critic's value of each sample without the sample's last token, computed by
+    transformers' sequence classifier. If transformers has none for the family, transformers computes only the
+    last hidden state, and our critic's head computes the value from it."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -1,4 +1,4 @@
-"""Functions that tests run inside ranks: processes with torchrun's environment (see conftest.py)."""
+"""Functions that tests run on ranks. A rank is a process with torchrun's environment (see conftest.py)."""
 
 import ctypes
 import os
@@ -32,7 +32,8 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples of several lengths, four a prompt; the first two share a prefix."""
+    """Returns random graded samples of several lengths, four per prompt. If a prompt's second response is not
+    longer than its first, it begins with the same tokens (up to five)."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -50,8 +51,9 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Start on the store of torchrun's agent at `port`, and store a key. Rank `late` starts one second later.
-    Returns a sum over the ranks, and whether the key of an earlier start is visible."""
+    """Joins the ranks' process group through the store of torchrun's agent at `port`. Then writes a key to
+    the group's store. Rank `late` joins one second later. Returns the sum of rank + 1 over the group, and
+    whether the store already had the key of an earlier group."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -65,13 +67,16 @@ def meet(port: int, late: int) -> tuple[int, bool]:
 
 
 def all_gradients(jobs) -> list[dict]:
-    """Returns gradients(cfg, samples) of each job. All jobs run in one process."""
+    """Returns gradients(cfg, samples) for each job (cfg, samples)."""
     return [gradients(*job) for job in jobs]
 
 
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
-    """Returns unsharded gradients of one policy update and one critic update on all samples, computed by
-    train.py. Also returns "metrics", and "packs": this rank's number of packs."""
+    """Computes one policy update and one critic update on all samples with the functions of train.py. Returns
+
+    policy.NAME, critic.NAME: the unsharded gradient of each parameter
+    metrics: the update's metrics
+    packs: number of this rank's packs"""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
@@ -102,12 +107,12 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor, also of a sharded one."""
+    """Returns the whole tensor. The shards of a sharded tensor are gathered from all ranks."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns the weights by name that dist.full_weights yields for a model sharded over the ranks."""
+    """Returns whole weights by name: dist.full_weights gathers them from a model sharded over the ranks."""
     world = dist.init("cpu", "float32")
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -119,9 +124,9 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Returns this rank's shards of a policy and its optimizer state after three updates. The first result
-    moves both between host and device around each update and around a read of all weights. The second never
-    moves."""
+    """Trains a policy for three updates, twice. The first training moves weights and optimizer state between
+    host and device before and after each update, and reads all weights in between. The second moves nothing.
+    Returns, for each training, this rank's shards of the weights and of the optimizer state by name."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -155,7 +160,7 @@ def message_of(function, *args) -> str:
 
 
 def resolved(name: str) -> str:
-    """Returns the result or the error of model.resolve."""
+    """Returns model.resolve(name), or the message of its user error."""
     dist.init("cpu", "float32")
     try:
         return model.resolve(name)
@@ -164,7 +169,7 @@ def resolved(name: str) -> str:
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
-    """Returns log-probs of make_samples(5) by each of the models. Each model is sharded over the ranks."""
+    """Returns, for each model, its log-probs of make_samples(5). Each model is sharded over the ranks."""
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
@@ -172,8 +177,8 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Compute log-probs in bf16. Returns their largest difference from those in fp32, and whether weights and
-    gradients are fp32."""
+    """Computes log-probs in bf16. Returns their largest difference from fp32 log-probs, and whether the
+    weights and gradients are fp32 all the same."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -184,15 +189,15 @@ def in_bf16(path: str) -> tuple[float, bool]:
 
 
 def main(cfg, with_report: bool = False) -> str:
-    """Train. Returns a user error's message, or "". Writes no report, which saves one second a run."""
+    """Train. Returns the message of a user error, or "". Skips the report to save one second per run."""
     if not with_report:
-        train.report.write_report = lambda folder: None  # the process ends after this run
+        train.report.write_report = lambda folder: None  # not restored: the process ends after this run
     return message_of(train.main, cfg)
 
 
 def prepared(cfg) -> dict | str:
-    """Prepare a run. Returns the first step, the start message, and unsharded weights and optimizer state by
-    name; or the message of a user error."""
+    """Prepare a run. Returns its first step as "start", and its unsharded weights and optimizer state by
+    name. After a user error it returns the error's message."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -204,19 +209,19 @@ def prepared(cfg) -> dict | str:
 
 
 def has_steps(cfg, count: int) -> bool:
-    """Returns whether `count` steps are in the metrics of a run."""
+    """Returns whether the run's metrics contain at least `count` steps."""
     return sum("reward" in r for r in read_metrics(Path(cfg.out))) >= count
 
 
 def samples_for_a_second() -> bool:
-    """Returns whether this rank began to sample one second ago."""
+    """Returns whether this rank is sampling. If so, waits one second first."""
     if sampling := dist.CURRENT.name == "rollout":
         time.sleep(1)
     return sampling
 
 
 def stopped(cfg, due, *args) -> str:
-    """Train. The last rank gets SIGUSR1 when due(*args) is true. Other ranks get no signal."""
+    """Train. When due(*args) is true, the last rank sends itself SIGUSR1. No other rank gets a signal."""
     def send() -> None:
         while not due(*args):
             time.sleep(0.005)
@@ -228,12 +233,12 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Train as on two hosts: rank 1 has another host name and sees the folder `other` as `folder`. Returns
-    "no root" if this user may not do that."""
+    """Train as if on two hosts: rank 1 has the host name "other", and at the path `folder` it sees the
+    content of the folder `other`. Returns "no root" if this user is not root: only root may mount folders."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the other host's name has no address
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host name "other", which has no address
     if os.environ["RANK"] == "1":
         libc = ctypes.CDLL(None, use_errno=True)
         new_mounts_and_name, private, bind = 0x20000 | 0x4000000, 0x44000, 0x1000
@@ -245,8 +250,11 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Run non-finite updates. Returns whether the first left weights and optimizer state unchanged, whether a
-    finite update then moved the weights, and the error of the third in a row."""
+    """Runs an update with NaN gradients, a finite update, and then three non-finite updates. Returns
+
+    - whether the first update left weights and optimizer state unchanged,
+    - whether the finite update changed the weights,
+    - the error message of the last update."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()
@@ -265,7 +273,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def gap_checked(cfg, gap: float) -> str:
-    """Returns the result of train.check_gap if engine and trainer differ by `gap` nats a token."""
+    """Returns train.check_gap's error message, or "". Engine and trainer differ by `gap` nats per token."""
     dist.init("cpu", "float32")
     meter = Meter()
     meter.add("logp_gap/mean", gap, 1)
@@ -287,8 +295,13 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Returns the prompts drawn for step 0, the prompts after replacement of uniform groups, this rank's
-    rewards by prompt_id, and the number of measured groups."""
+    """Samples step 0 with --resample_rounds. Returns
+
+    drawn: the prompts first drawn for the step
+    prompts: the prompts after uniform groups were replaced
+    rewards: this rank's rewards by prompt_id
+    measured: number of groups that the metric pass@n counts
+    alarms: text of alarms.jsonl"""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -302,7 +315,8 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """Returns by key the tokens of this rank's trajectories with turns, in rounds of 5 tokens."""
+    """Samples trajectories of several turns with the environment `env`, in rounds of 5 tokens. Returns
+    (prompt_id, sample_id) -> (tokens, turns, is_sampled) for this rank's trajectories."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -314,7 +328,8 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
 
 
 def checked(engine, policy, prompts) -> tuple[str, float]:
-    """Returns the self-check's error or "", and the largest gap in nats."""
+    """Returns the result of `selfcheck`: its error message or "", and the mean difference between the
+    log-probs of engine and trainer in nats per token."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -324,12 +339,16 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Returns this rank's engine samples by temperature and (prompt_id, sample_id), its trajectories with
-    turns in rounds, and the self-check's result."""
+    """Samples with vLLM. Returns for this rank
+
+    0.0, 1.0: the samples at this temperature by (prompt_id, sample_id)
+    turns: the result of turns_in_rounds
+    selfcheck: the result of checked"""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
-    # vLLM's CPU build names shared memory by the rank numbers alone, so two tests would share it. It stays on
-    # the machine. Here the name gets the port, and the files are removed at the end.
+    # vLLM's CPU build names its shared memory by the rank numbers alone, so two tests would use the same
+    # memory. It also never deletes the memory's files. So this test puts its port into the name, and removes
+    # the files at the end.
     name, port = Shared.make_group_name, os.environ["MASTER_PORT"]
     Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
@@ -353,13 +372,13 @@ def engine_samples(cfg, prompts, env: str) -> dict:
 
 
 def mistakes(commands: list[list[str]]) -> list[str]:
-    """Returns the error message of each command line. vLLM counts as not installed."""
+    """Returns the error message of each command line, as if vLLM were not installed."""
     sys.modules["vllm"] = None  # importing it raises ImportError
     return [message_of(lambda words: train.main(parse(words)), argv) for argv in commands]
 
 
 def first_rows(cfgs):
-    """Train the runs one after the other in this process. Returns the metrics of each run."""
+    """Train each config in this process. Returns each run's metrics."""
     out = []
     for cfg in cfgs:
         main(cfg)
@@ -368,7 +387,8 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns what check_gold says about cfg's data. Its error message comes last, after "refused: "."""
+    """Returns the messages of check_gold about the training and evaluation data of `cfg`. If check_gold
+    raises a user error, the last message is "refused: " and the error's text."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)
@@ -380,7 +400,7 @@ def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
 
 
 def gold_check(cfg) -> list[str]:
-    """Returns gold_messages with a new grader."""
+    """Returns gold_messages(cfg, ...) with a new tokenizer, grader and process group."""
     world = dist.init("cpu", "float32")
     with make_grader(cfg) as grader:
         said = gold_messages(cfg, model.load_tokenizer(cfg.model), grader, world)
