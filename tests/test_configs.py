@@ -1,4 +1,4 @@
-"""The command line: which value wins, what is allowed. Its mistakes are in test_mistakes.py."""
+"""Tests of the command line: which value wins, which values are allowed. test_mistakes.py tests mistakes."""
 
 import dataclasses
 import math
@@ -34,9 +34,9 @@ def test_the_length_of_a_run_is_given_once():
 
 def test_learning_rates_depend_on_the_counts_alone():
     c = parse(["orz-7b", "--steps", "1000"])
-    assert c.lr("policy", 0, 0) == pytest.approx(1e-6 / 50)  # the first update changes the weights
+    assert c.lr("policy", 0, 0) == pytest.approx(1e-6 / 50)  # the first update has a rate above 0
     assert c.lr("policy", 49, 0) == c.lr("policy", 999, 0) == 1e-6
-    assert c.lr("critic", 4, 1) == c.lr("critic", 900, 11) == 5e-6  # 50 updates are 4 steps and 2 updates
+    assert c.lr("critic", 4, 1) == c.lr("critic", 900, 11) == 5e-6  # warm-up: 50 updates = 4 steps x 12 + 2
     anneal = parse(["orz-32b", "--steps", "100", "--lr_decay", "linear", "--lr_end", "3e-7",
                     "--warmup_updates", "0"])
     assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7)
@@ -53,7 +53,7 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
-    """--help shows the comment of every field of the dataclass, and the preset's own values."""
+    """--help shows each flag with its comment in `Config`, and with the preset's value as the default."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
         parse(["tiny-grpo", "--help"])
@@ -74,7 +74,7 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
 
 
 def test_a_number_out_of_its_range_is_one_line():
-    """Every numeric setting refuses infinity and values outside of its range."""
+    """Every numeric flag refuses NaN, infinity and values outside its range, with an error of one line."""
     allowed = configs.ranges()
     number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part|Beta)\b")
     numbers = {f.name for f in dataclasses.fields(configs.Config) if number.search(f.type)}

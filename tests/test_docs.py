@@ -1,8 +1,8 @@
-"""The docs are true: their commands run, and every flag, file, function, number and metric in them exists.
+"""Tests of the docs (README.md, CONTRIBUTING.md, docs/*.md) against the code: their commands run, and the
+flags, files, functions and numbers in them exist.
 
-The docs are README.md, CONTRIBUTING.md and docs/*.md. How they must be written so that this file can read
-them: commands stand in indented blocks, in `bash` blocks or in `code spans`; a function is named
-`module.name`; tables of metrics in docs/metrics.md have `unit` as the head of their second column.
+So that these tests find everything, the docs must write a command in an indented block, in a `bash` block or
+in a `code span`, and a function as `module.name`.
 """
 
 import ast
@@ -39,7 +39,7 @@ DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in F
 README = DOCS["README.md"]
 TEXT = "\n\n".join(DOCS.values())
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
-PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)  # with the indented blocks
+PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)  # without fenced blocks; keeps indented ones
 UNINDENTED = re.sub(r"^    .*\n", "", PROSE, flags=re.M)
 SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", UNINDENTED)]
 FOLDERS = ("engines", "grading", "guard", "tools")
@@ -47,7 +47,7 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# Commands of the docs that are not run here, and why. All others are run.
+# Start of a command in the docs -> why the tests do not run it. The tests run all other commands.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
     "python -m bench.tasks": "takes a minute; test_turns.py makes such a model",
@@ -69,18 +69,18 @@ CANNOT = {
     "git show": "needs the history of the repository",
     "srun": "needs a cluster",
 }
-# Flags of Slurm's programs, which are not installed here.
+# Flags of Slurm's programs. The tests can't check them, because Slurm is not installed.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
-NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words of NCCL, an id of the Hub
-YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that the user writes
+NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
+YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "gold.json",  # in forking.md
-        "lm_eval.json"}
+# Flags and files that docs/forking.md lists as removed features.
+GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "gold.json", "lm_eval.json"}
 
 
 def commands() -> list[str]:
-    """Every command in the docs, each on one line, without its comment."""
+    """Returns every command in the docs once, each as one line without its comment."""
     blocks = re.findall(r"(?:^    .*\n)+", PROSE, re.M)
     blocks += [body for kind, body in FENCED if kind in ("", "bash", "sh")]
     lines = [line for b in blocks for line in re.sub(r"\\\n\s*", " ", b).splitlines()] + SPANS
@@ -89,7 +89,8 @@ def commands() -> list[str]:
 
 
 def tables(text: str, first: str) -> list[list[list[str]]]:
-    """Returns the rows, as cells, of every Markdown table whose head starts with the cell `first`."""
+    """Returns the Markdown tables in `text` whose first head cell is `first`. A table is a list of rows, and
+    a row a list of texts, one per column. The head comes first."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
         lines = [line for line in block.splitlines() if not re.fullmatch(r"[|:\s-]+", line)]
@@ -100,12 +101,12 @@ def tables(text: str, first: str) -> list[list[list[str]]]:
 
 
 def settings(cell: str) -> dict:
-    """Returns the `name=value` spans of a cell as Python values."""
+    """Returns name -> Python value for each `name=value` in one cell of a Markdown table."""
     def value(text: str):
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            return getattr(configs, text, text)  # a long text has a name
+            return getattr(configs, text, text)  # the docs write STEP_BY_STEP instead of this long text
 
     return {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]+)`", cell)}
 
@@ -115,7 +116,8 @@ def settings(cell: str) -> dict:
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """Returns values for the docs' capital words and the user's files. The reward function is README's."""
+    """Returns what to put in place of a word such as RUN or OUT in the docs' commands, and in place of a file
+    that a user writes. my_reward.py has README's reward function."""
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
@@ -127,7 +129,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…` in a fork of this process, which has imported torch."""
+    """Returns the output of `python WORDS…`. Runs it in a fork, to save the time of importing torch."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)
@@ -155,7 +157,7 @@ def typed(words: list[str]) -> str:
 
 
 def test_commands_that_can_run_here_do(placeholders):
-    """Each command of the docs exits with status 0 and prints something. pytest gets a new interpreter."""
+    """Each command of the docs prints something and exits with status 0, except those of CANNOT."""
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():
@@ -202,10 +204,10 @@ def test_shell_scripts_are_shell():
         assert done.stderr == ""
 
 
-STAND_INS = {  # for Slurm's programs; they record what they are called with
+STAND_INS = {  # shell scripts in place of Slurm's programs; they write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Stand-in for srun: runs until a signal, then saves for a moment; or exits with status 3 if asked to.
+    # Acts like a training: runs until SIGUSR1, then saves for 0.3 s. If ENDS is set, exits with status 3.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -216,8 +218,8 @@ STAND_INS = {  # for Slurm's programs; they record what they are called with
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After a signal the script waits for the save and requeues the job, unless the run has finished. Without
-    a signal it exits with srun's status and does not requeue."""
+    """If Slurm signals the docs' job script, the script waits until srun has saved. Then it requeues the job,
+    unless the run has finished. Without a signal it exits with srun's status and does not requeue."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -244,7 +246,8 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 
 def test_rows_of_data_are_read():
-    """grading/rows.py reads every data row in the docs. README's formats all mean the same problem."""
+    """grading/rows.py reads every row of data in the docs. The rows in README have different formats and all
+    contain the same problem and answer."""
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
     assert all(problem_of(json.loads(r), "docs") for r in spans)
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
@@ -271,7 +274,7 @@ def test_every_flag_exists():
 
 
 def test_every_file_exists(two_ranks):
-    """Every file named in the docs is in the repository or in a run's folder."""
+    """Every file that the docs name is in the repository or in the folder of a run."""
     write_report(two_ranks[0])
     dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
     seen = 0
@@ -289,7 +292,7 @@ def test_every_file_exists(two_ranks):
 
 
 def test_every_link_resolves():
-    """Every link of the docs leads to an existing file, and to an existing heading if it has an anchor."""
+    """Every link in the docs leads to an existing file. If it has an anchor, the file has this heading."""
     seen = 0
     for doc, text in DOCS.items():
         for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
@@ -329,8 +332,8 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has one row per fault of bench/chaos.py, and one for --nodes 2. Each row names a test or
-    a command that shows the fault."""
+    """The table of docs/faults.md has a row for each fault of bench/chaos.py, and one for its --nodes 2. A
+    row's last column names a test of the fault, or says that only bench/chaos.py tests it."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -365,8 +368,8 @@ def test_the_loop_calls_what_train_calls_in_its_order():
 
 
 def test_the_files_are_all_listed_and_import_only_downwards():
-    """README's table lists the files from top floor to bottom floor. A file imports only lower files or files
-    of its own folder. Imports inside functions count."""
+    """README's table lists all files, from those that import others down to those that import none. A file
+    imports only files that come later in the table, or files of its own folder."""
     (table,) = tables(README, "file")
     floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
@@ -386,7 +389,8 @@ def test_the_files_are_all_listed_and_import_only_downwards():
 
 
 def test_the_hours_are_the_plans():
-    """Host memory, disk and hours of each row equal tools/plan.py's numbers, and each run fits."""
+    """In README's table of presets, host memory, disk and hours are the output of tools/plan.py. Each run
+    fits in its GPUs."""
     (table,) = tables(README, "preset")
     seen = 0
     for preset, devices, host, disk, hours in table[1:]:
@@ -405,7 +409,8 @@ def test_the_hours_are_the_plans():
 
 
 def test_the_presets_are_what_their_table_says():
-    """A preset's row has its paper, its departures, and exactly the fields that differ."""
+    """Each preset has a row with its paper and its departures from the paper. The row lists exactly the
+    settings in which the preset differs from its base preset."""
     (table,) = tables(DOCS["docs/algorithms.md"], "preset")
     assert sorted(row[0].strip("`") for row in table[1:]) == sorted(PRESETS)
     compared = 0

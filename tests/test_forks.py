@@ -1,4 +1,4 @@
-"""Forks for a paper: changes from docs/forking.md, made in a copy of the modules, and their effect."""
+"""Tests of docs/forking.md: each change that it describes is made in a copy of the program, and works."""
 
 import dataclasses
 import json
@@ -24,23 +24,23 @@ TAKEN = set()
 
 
 def told(start: str) -> str:
-    """The block of Python in docs/forking.md that starts so."""
+    """Returns the Python block of docs/forking.md that starts with `start`."""
     (block,) = [block for block in BLOCKS if block.startswith(start)]
     TAKEN.add(block)
     return block
 
 
-# A fork is a list of edits, one for each place: (file, old text, new text). The numbers are those of the
-# sections in docs/forking.md, which has the new text.
+# A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
+# docs/forking.md. The number in a comment below is the number of its section.
 
-# 1. OPO (arXiv 2505.23585): the baseline is the group's mean reward weighted by the responses' lengths.
+# 1. OPO (arXiv 2505.23585): the baseline is the mean of the group's rewards, weighted by response length.
 OPO = [
     ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
      told("    if cfg.advantage == ")),
 ]
 
-# 1. SAPO (2511.20347): a sigmoid instead of a clip. It closes a little sooner for negative advantages.
+# 1. SAPO (arXiv 2511.20347): a sigmoid of the ratio instead of a clip, steeper for negative advantages.
 SAPO = [
     ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
      'ratio: Literal["token", "sequence", "clipped", "soft"]'),
@@ -48,7 +48,7 @@ SAPO = [
      told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
 ]
 
-# 2. The reference is a moving average of the policies.
+# 2. The reference is a moving average of the policy's weights.
 AVERAGE = [
     ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -56,13 +56,13 @@ AVERAGE = [
 """, told("    for old, new in zip(run.ref")),
 ]
 
-# 3. The number of digits of a response.
+# 3. A metric: the number of digits in a response.
 DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
      '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
 ]
 
-# 4. Responses that repeat themselves end.
+# 4. The engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [
     ("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
@@ -80,7 +80,7 @@ CSV = [
     ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
 ]
 
-# 6. An engine that reads the whole text again for each token.
+# 6. An engine without a cache: it computes the whole sequence again for each token.
 ENGINE = [
     ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
     ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
@@ -88,23 +88,23 @@ ENGINE = [
      told("from engines.slow_engine")),
 ]
 
-# 7. Muon for the layers' matrices, AdamW for all else.
+# 7. Muon optimizes the matrices of the layers, and AdamW all other weights.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
      "weight_decay=cfg.weight_decay,\n                             fused=fused)\n", told("    matrices = ")),
 ]
 
-# 8. Checkpoints to S3 and back.
+# 8. Checkpoints are copied to S3, and copied back if the run's folder is lost.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [
     ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
     ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
 ]
 
-# 9. A reward part that grows with the response's length.
+# 9. A second part of the reward, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 
-# 11. Train only the last four layers (of the tests' model: the last one).
+# 11. Only the last four layers are trained (here only the last one, because the model has two).
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
@@ -112,12 +112,12 @@ FOLDERS = ("", "engines", "grading", "guard", "tools")
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """The program's files by name: `ckpt.py`, `engines/torch_engine.py`."""
+    """Returns name -> path of the program's files. Names are like `ckpt.py`, `engines/torch_engine.py`."""
     return {p.relative_to(root).as_posix(): p for folder in FOLDERS for p in (root / folder).glob("*.py")}
 
 
 def fork(folder: Path, edits) -> str:
-    """Copy the program to `folder` and make the edits there. Returns the folder."""
+    """Copies the program to `folder` and makes the edits in the copy. Returns the folder's path."""
     for name, file in sources(ROOT).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / name)
@@ -135,8 +135,8 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """Every block of Python in docs/forking.md is in an edit above, but two: the environment runs in
-    test_turns.py, and the advantage of --vary in test_ablations.py."""
+    """The edits above use every Python block of docs/forking.md except two. test_turns.py tests the
+    environment `respond`, and test_ablations.py tests the function `advantage`."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == ["advantage", "respond"]
 
@@ -145,7 +145,7 @@ def test_the_documented_code_is_tested():
 
 
 def become(folder: str) -> None:
-    """From here on this process imports the project's modules from `folder`."""
+    """Makes later imports of this process load the program's modules from `folder`."""
     for name in sources(ROOT):
         sys.modules.pop(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     sys.modules.pop("ranks", None)
@@ -153,7 +153,7 @@ def become(folder: str) -> None:
 
 
 def configured(model: str, *flags: str):
-    """A config as the command line makes it. All samples fit into one pack."""
+    """Returns the config of a command line with `flags`. All samples fit into one pack."""
     from configs import parse
 
     return parse(["tiny-grpo", "--model", model, "--device", "cpu", "--samples_per_prompt", "4",
@@ -161,7 +161,8 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """For each kind of advantage: the samples' advantages and the policy's gradient, by train.py."""
+    """Computes with the fork's train.py. Returns, for each kind of --advantage, the samples' advantages and
+    the policy's gradient by name. Also returns the samples' "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -179,8 +180,8 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_advantage(tiny, tmp_path):
-    """OPO's advantages are its formula's. Their length-weighted sum over a group is 0. The gradient differs
-    from that of "group_mean"."""
+    """The advantages equal OPO's formula. Weighted by length, they sum to 0 over a group. Advantages and
+    gradient differ from those of --advantage group_mean."""
     kinds = ["group_mean", "length_weighted"]
     results = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, kinds)[0]
     advantages, gradient = results["length_weighted"]
@@ -197,8 +198,9 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """For each kind of ratio: the loss of one pack, its gradient in log p, and its gradient in the weights.
-    The pack's old log-probs are another policy's. "pack": the tensors that entered the loss."""
+    """Computes the policy loss of one pack whose old log-probs differ from the policy's. Returns, for each
+    kind of --ratio, (loss, gradient for the log-probs, gradient for the weights). Also returns "pack": the
+    log-probs, old log-probs, advantages and mask of the loss."""
     become(folder)
     from dataclasses import replace
 
@@ -230,8 +232,8 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """SAPO's loss and gradient are the paper's, for each token. Every token keeps its gradient, where
-    clipping takes it from many."""
+    """Loss and gradient equal the paper's formula. Every token has a nonzero gradient; with --ratio token
+    clipping makes the gradient of many tokens 0."""
     results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
     *tensors, mask = results["pack"]
     logp, old, advantages = (x[mask].double() for x in tensors)
@@ -241,7 +243,7 @@ def test_another_ratio(tiny, tmp_path):
     rho = (logp - old).exp()
     gate = 1 / (1 + (-tau * (rho - 1)).exp())
     assert loss == pytest.approx(float(-(4 / tau * gate * advantages).mean()), rel=1e-5)
-    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8: REINFORCE's at a ratio of 1
+    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8; at ratio 1 as in REINFORCE
     assert torch.allclose(gradient[mask].double(), want, rtol=1e-4, atol=1e-9)
     assert not gradient[~mask].any()
     clipped = token_gradient[mask] == 0
@@ -253,7 +255,7 @@ def test_another_ratio(tiny, tmp_path):
 
 
 def train_with(folder: str, fields: dict) -> bool:
-    """Train with the modules in `folder`, and write no report. Returns whether the run is complete."""
+    """Trains with the modules in `folder`, without a report. Returns whether all steps are done."""
     become(folder)
     import train
     from configs import Config
@@ -269,8 +271,8 @@ def train_with(folder: str, fields: dict) -> bool:
 
 
 def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
-    """Metrics of a run of the fork with these changes of the config. Every step's samples are saved.
-    `complete`: whether the run must reach its last step."""
+    """Trains with the fork and a changed config, saving a checkpoint after every step. Returns the metrics.
+    complete: whether the run must reach its last step."""
     fields = dataclasses.asdict(cfg) | dict(eval_data=(), eval_every=1, save_every=1) | changes
     assert run_ranks(world, train_with, folder, fields) == [complete] * world
     return read_metrics(Path(fields["out"]))
@@ -278,8 +280,9 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Weights of the checkpoint after `step` steps by name, in fp32; with a suffix, the optimizer's state.
-    `names`: of all or some weights."""
+    """Returns weights by name from the checkpoint after `step` steps, in fp32. who: policy, critic or ref.
+    model: folder of the base model. suffix: such as ".exp_avg", to get this optimizer state of each weight
+    instead. names: only these weights."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -290,7 +293,8 @@ def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
 
 
 def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) -> None:
-    """Continue a copy of run `out` after its first step: metrics and weights are the uninterrupted run's."""
+    """Resumes a copy of the run `out` after its first step. Asserts that metrics and weights equal those of
+    `out`, bit by bit."""
     copy = out.with_name("resumed")
     shutil.copytree(out / "ckpt/step_000001", copy / "ckpt/step_000001")
     (copy / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -300,14 +304,15 @@ def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) 
 
 
 def samples_at(out: Path, step: int) -> list[dict]:
-    """All samples of a step, as the run saved them."""
+    """Returns the samples that the run saved for this step: 32 rows."""
     rows = [json.loads(line) for line in open(out / f"samples/step_{step:06d}.jsonl", encoding="utf-8")]
     assert len(rows) == 32
     return rows
 
 
 def test_a_moving_average_as_the_reference(base, tmp_path):
-    """After each step the reference is the hand-computed average of the policies, and the KL uses it."""
+    """After each step the reference equals a moving average that the test computes from the policy's weights.
+    The KL is 0 at first and then grows."""
     out = tmp_path / "run"
     rows = run_fork(fork(tmp_path, AVERAGE), base, out=str(out), kl_coef=0.001, ref_refresh=True, steps=3)
     start = load_file(f"{base.model}/model.safetensors")
@@ -322,7 +327,7 @@ def test_a_moving_average_as_the_reference(base, tmp_path):
 
 
 def test_another_metric(base, tmp_path):
-    """The mean number of digits of the step's responses, as counted in the samples that the run saved."""
+    """The metric `digits` is the mean number of digits in a step's responses, which the run also saves."""
     out = tmp_path / "run"
     rows = run_fork(fork(tmp_path, DIGITS), base, out=str(out), steps=2)
     for step in (0, 1):
@@ -340,7 +345,8 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step whose reward is over 0.99. That step is saved, and exports."""
+    """The run stops after the first step with a mean reward above 0.99. It saves a checkpoint of this step,
+    which ckpt.py can export."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))
@@ -354,7 +360,7 @@ def test_another_stop_rule(base, tmp_path):
 
 
 def test_responses_that_repeat_themselves_end(base, tmp_path):
-    """A response ends as soon as its last 6 tokens are not all different."""
+    """In this test the engine ends a response as soon as its last 6 tokens are not all different."""
     edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
     out = tmp_path / "run"
     run_fork(fork(tmp_path, edits), base, out=str(out), steps=1, stop=(), save_samples="all", save_logps=True)
@@ -368,7 +374,7 @@ def test_responses_that_repeat_themselves_end(base, tmp_path):
 
 
 def read_csv(folder: str, file: str) -> list:
-    """(text, answer) of the rows of a file, read by the fork."""
+    """Returns (row number, text, answer) for each row of a file, as the fork reads it."""
     become(folder)
     from grading.rows import problem_rows
 
@@ -382,14 +388,14 @@ def test_csv_files(tmp_path):
 
 
 def test_a_new_engine(base, tmp_path):
-    """The run of an engine that has no cache trains. The log-probs of its samples are the trainer's."""
+    """A run with the new engine trains. The log-probs of engine and trainer agree."""
     rows = run_fork(fork(tmp_path, ENGINE), base, out=str(tmp_path / "run"), steps=1, engine="slow")
     assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0
 
 
 def test_muon(base, tmp_path):
-    """The first step of a layer's matrix is Muon's, on two ranks whose shards are parts of matrices. All of
-    the state is saved: a resumed run has the bits of an uninterrupted one."""
+    """The first update of each layer matrix equals Muon's formula, although two ranks each have a part of the
+    matrix. A resumed run equals an uninterrupted run, bit by bit."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)
@@ -415,7 +421,8 @@ cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf
 
 
 def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
-    """A run whose folder is lost continues from the bucket, on every rank, with the same bits."""
+    """The run's folder is lost. A new run continues from the S3 bucket and equals the lost run, bit by bit.
+    The program `aws` is a script that copies folders."""
     folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
     (tmp_path / "bin").mkdir()
     bucket.mkdir()
@@ -433,8 +440,8 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """The part is logged as reward/brevity. Training maximises the sum: with lambda and gamma 1, the return
-    of every token is its sample's score."""
+    """The part is logged as reward/brevity. Training maximises the sum of reward and part, the score. Gamma
+    and lambda are 1, so each token's return is its sample's score."""
     out = tmp_path / "run"
     reward = (*base.reward, "brevity")
     rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2, reward=reward)
@@ -450,8 +457,8 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """The last layer is trained. All other weights keep their bits and have no optimizer state. Resume works.
-    On two ranks, so that layers are sharded."""
+    """Only the weights of the last layer change and have optimizer state. The run can be resumed. It has two
+    ranks, so that layers are sharded."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)
