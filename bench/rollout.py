@@ -102,7 +102,6 @@ def main() -> None:
     tokenizer = model.load_tokenizer(args.model)
     problems = load_problems([f"{args.model}/train.jsonl"], tokenizer, cfg, lambda text: None)
     prompts = {i: list(p.ids) for i, p in enumerate(problems[:args.prompts])}
-    bandwidth = copy_bandwidth(world.device)
     engine = make_engine(args.model, tokenizer, cfg, world.device, world.dtype)
     name = next(name for name, kind in ENGINES.items() if type(engine) is kind)
     shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
@@ -111,6 +110,7 @@ def main() -> None:
     for i in range(args.rounds + 1):
         weights = dist.full_weights(policy, world.device)
         rounds.append(measure_round(engine, name, weights, prompts, args, i))
+    bandwidth = copy_bandwidth(world.device)  # torch keeps its memory, which the ledger must not count
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     facts = {"bench": "rollout", "device": device, "engine": name, "torch": torch.__version__,
              "vllm": sys.modules["vllm"].__version__ if name == "vllm" else None, "dtype": str(world.dtype),
