@@ -14,8 +14,9 @@
 # SMOKE      a script that tests sleep and wake of vllm alone. It runs first, without and with --compile.
 #            The last line of its output must be JSON.
 # WORK       scratch for the model and the run, 25 GB (default: a new temporary folder, removed at the end)
+# RESULTS    the folder of the JSON lines (default bench/results/DEVICE)
 #
-# JSON lines go to bench/results/DEVICE/. The exit status is 0 only if all that ran was as it must be.
+# The exit status is 0 only if all that ran was as it must be.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 parts=${*:-smoke rollout train recompute resume}
 device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
     echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
-results=bench/results/$device
+results=${RESULTS:-bench/results/$device}
 mkdir -p "$results"
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d)
@@ -62,7 +63,7 @@ for part in $parts; do
         rm -rf "$WORK/run"
         "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
             --data "$WORK/model/train.jsonl" --steps 20 --prompts_per_step 16 --samples_per_prompt 8 --max_prompt_len 1024 \
-            --max_response_len 512 --max_model_len 0 --save_every 0 --verbose --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
+            --max_response_len 512 --max_model_len 0 --save_every 0 --verbose --go --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
             failed="$failed train"
         tail -n 40 "$WORK/train.out"
         if [ -f "$WORK/run/metrics.jsonl" ]; then
@@ -91,7 +92,8 @@ for part in $parts; do
         four_steps --out "$WORK/whole" && four_steps --resume "$WORK/whole/ckpt/step_000002" --out "$WORK/resumed" ||
             { failed="$failed resume"; tail -n 20 "$WORK/resume.out"; }
         same=true
-        cmp "$WORK/whole/export/policy/model.safetensors" "$WORK/resumed/export/policy/model.safetensors" || same=false
+        cmp "$WORK/whole/export/policy/model.safetensors" "$WORK/resumed/export/policy/model.safetensors" ||
+            { same=false; failed="$failed resume-differs"; }
         echo "{\"bench\": \"resume\", \"bit_identical\": $same}" | tee "$results/resume.jsonl"
         ;;
     *)
