@@ -140,12 +140,9 @@ def no_nccl() -> None:
     td.init_process_group = lambda backend, **kwargs: init(backend.replace("nccl", "fake"), **kwargs)
 
 
-def one_process(argv: list[str]) -> None:
-    """Runs `train.main` with the command line `argv`."""
-    cfg = configs.parse(argv, "run.py")
-    dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
-    import train
-    from bench.nullgpu.trainer import HOST, Pageable, host_values
+def stand_ins() -> None:
+    """Replaces what a run of train.py reads from the device and what it needs of NCCL."""
+    from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
     no_nccl()
@@ -153,12 +150,17 @@ def one_process(argv: list[str]) -> None:
     host_values()
     remember_packs(HOST)
     load = vllm_engine.VLLMEngine.load
+    vllm_engine.VLLMEngine.load = lambda engine, weights: sampled_counts() or load(engine, weights)
 
-    def load_and_tell(engine, weights):
-        sampled_counts()
-        return load(engine, weights)
 
-    vllm_engine.VLLMEngine.load = load_and_tell
+def one_process(argv: list[str]) -> None:
+    """Runs `train.main` with the command line `argv`."""
+    cfg = configs.parse(argv, "run.py")
+    dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
+    import train
+    from bench.nullgpu.trainer import Pageable
+
+    stand_ins()
     with Pageable() as phases.pageable:
         train.main(cfg)
     nullgpu.quit()

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Is the PYTHON of bench/gpu_proof.sh on a CUDA device that computes nothing (NULLGPU: see trainer.py).
+
+    RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
+
+Runs a command line of Python with the values in SMALL. A command that ends well has taken its flags and run
+its host side. Its figures mean nothing. Resumed weights may differ: the device gives none back.
+"""
+
+import os
+import runpy
+import sys
+
+SMALL = {"--prompts": "8", "--tokens": "32", "--max_response_len": "32"}  # flag: its value here
+assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=FOLDER"
+words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
+print("$ python", *words, file=sys.stderr, flush=True)
+if words[1].startswith("bench."):
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # only train.py sets it
+    words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
+if words[0] != "-u":  # -c, or torchrun, which starts `PYTHON_EXEC -u train.py …`
+    os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
+sys.path.insert(0, os.getcwd())
+
+import numpy as np
+from torch import Tensor, arange, tensor
+
+from bench.nullgpu.run import nullgpu, stand_ins
+from engines.torch_engine import TorchEngine
+from guard import selfcheck
+from log import Meter
+from tools.plan import KNOWN
+
+stand_ins()
+KNOWN["0.5b"].layers = 2
+new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
+most, repeat = Tensor.max, Tensor.repeat_interleave
+Meter.__init__ = lambda meter, device: new(meter)  # counts on the host
+selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
+    engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
+
+
+def wave(engine, keys, requests, limits, *rest):  # all prompts have one length, and no response ends early
+    sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
+    yield from decode(engine, keys, requests, limits, *rest)
+    for k in keys:
+        yield engine.sample(k, requests[k], *np.zeros((2, limits[k]), np.int32), False)
+
+
+TorchEngine._wave = wave
+Tensor.max = lambda x, *args: (  # the first of a wave is that of limits, the others are those of prompts
+    tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
+Tensor.repeat_interleave = lambda x, n, *args: (
+    repeat(x, n, output_size=len(n) * sizes["len"]) if isinstance(n, Tensor) else repeat(x, n, *args))
+Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # no two rows are equal
+sys.argv = words[1:]
+runpy.run_path(words[1], run_name="__main__")
+nullgpu.quit()
