@@ -66,7 +66,7 @@ REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
               "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
 
-# --- faults and changes that no flag makes: each function patches the code, in the process of one run
+# --- changes that no flag makes, some of them faults: each function patches the code in one run's process
 
 
 def flip_sign(cfg: Config) -> None:
@@ -77,7 +77,7 @@ def flip_sign(cfg: Config) -> None:
 
 
 def pack_mean(cfg: Config) -> None:
-    """Makes the estimator wrong: takes the mean of the packs' means, not one mean over the update."""
+    """Makes the estimator wrong: takes each pack's mean, then their mean, not one mean over the update."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -143,7 +143,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
     """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). text: hash of the
-    file, for key_of only: an edited file is a new variant."""
+    file. Only key_of uses the hash: so an edited file counts as a new variant."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -173,7 +173,7 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a member of the GRPO family: the preset's fields in which the family differs, and `flags`."""
+    """Returns a variant of GRPO with `flags` and those fields of the preset that define its algorithm."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
@@ -184,7 +184,7 @@ def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags
 
 
 DAPO = dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
-CORE = {  # variants of --part core; the variants that decide most come first
+CORE = {  # variants of --part core; the first ones decide the most claims
     "grpo": Variant("grpo"),
     "ppo": Variant("ppo"),
     "wrong-sign": Variant("grpo", {}, flip_sign),
@@ -386,14 +386,14 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended early, or below half of its best reward (means of five steps)."""
+    """Returns whether a run ended early, or its last mean reward of five steps is below half of the best."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
 
 def alarms_before(row: dict) -> list[str]:
     """Returns the texts of a run's alarms before its collapse, or of all alarms if it did not collapse. The
-    collapse begins after the last five steps whose mean reward is at least half of the best."""
+    collapse begins after the last mean of five rewards that is at least half of the best such mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -401,7 +401,7 @@ def alarms_before(row: dict) -> list[str]:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step whose mean reward with the two steps before reaches `threshold`, or STEPS."""
+    """Returns the first step at which the mean reward of three steps reaches `threshold`; STEPS if none."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
@@ -429,7 +429,7 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 
 def seeds_needed(deviation: float, gap: float = 0.02) -> int:
-    """Returns the number of seeds that show a difference of `gap` at the 5 % level with 80 % power.
+    """Returns the number of seeds needed to detect a difference of `gap` at the 5 % level with 80 % power.
     `deviation` is the standard deviation of the difference: n = ((1.96 + 0.84) deviation / gap)²."""
     return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
@@ -440,8 +440,7 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 class Claim(NamedTuple):
     """A claim: `measure` of the variant is higher (sign 1) or lower (sign -1) than that of the reference.
 
-    why: a possible cause if the results here disagree. unclear: the reason if no task can decide the
-    claim."""
+    why: a possible cause if our results disagree. unclear: the reason why no task can decide the claim."""
 
     text: str
     source: str
@@ -493,8 +492,8 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" or "**disagrees**" by the sign of the difference, or "can't tell" if its 95 % interval
-    contains 0. Two seeds can't tell, because they may agree by chance."""
+    """Returns "agrees" or "**disagrees**" by the sign of the difference. Returns "can't tell" if its 95 %
+    interval contains 0, or with fewer than three seeds, which may agree by chance."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -557,8 +556,8 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns a table with one row per task and recipe: its accuracy, and the recipes that it is clearly
-    above or below (95 % interval). One line per task below counts the pairs that differ clearly."""
+    """Returns a table with one row per task and recipe: its accuracy, and the recipes that are clearly worse
+    or better (95 % interval). After the table, one line per task counts the pairs that clearly differ."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
@@ -604,7 +603,7 @@ def alarm_kinds(rows: Sequence[dict]) -> str:
 
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
     """Returns a table with one row per task and reference: the standard deviation of accuracy over seeds, the
-    deviation of paired differences, and the seeds that a difference of 2 points needs."""
+    deviation of paired differences, and how many seeds are needed to detect a difference of 2 points."""
     rows = []
     for task in tasks:
         for reference in REFERENCES:
@@ -669,7 +668,7 @@ def weights_of(base: str) -> str:
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
     """Returns the finished runs with these settings and base models. keys: (task, variant, seed) -> key_of.
-    weights: task -> weights_of; a missing task gets its newest run's. vary: read the runs of --vary too."""
+    weights: task -> weights_of; default: those of the task's newest run. vary: read --vary's runs too."""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -728,8 +727,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """Returns (task, variant, seed) -> (config, variant) for 30 seeds of everything. All runs with seed 0
-    come first. base: task -> folder of the task's base model."""
+    """Returns (task, variant, seed) -> (config, variant) for 30 seeds of each task and variant. All runs with
+    seed 0 come first. base: task -> folder of the task's base model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 

@@ -2,12 +2,12 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three digits. There, a worked-out answer is much longer than a guess. A run
-has one rank, in a fork of this process. The base models are the folders BASE-SEED; missing ones are
-pretrained. Finished runs of an earlier call are not repeated.
+PPO and GRPO also train on sums of three-digit numbers. Working such a sum out takes many more tokens than a
+guess. A run has one rank, in a fork of this process. The base models are the folders BASE-SEED (flag --base).
+Missing base models are pretrained. Finished runs of an earlier call are not repeated.
 
-Results for each recipe and seed: held-out accuracy after the last step, steps to a mean reward of 0.9,
-response length at the first and last step. They go to bench/results/algorithms.json, .md and .png.
+Results for each recipe and seed: held-out accuracy after the last step, the first step with a reward of 0.9
+(mean of three steps), the first and the last response length. See bench/results/algorithms.json, .md, .png.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from configs import PRESETS, Config
 from log import read_metrics
 from tools import tiny
 
-HARD = "-3-digits"  # runs on sums of three digits have names with this ending
+HARD = "-3-digits"  # runs on sums of three-digit numbers have names with this ending
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all other presets are named NAME-7b
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
@@ -42,7 +42,7 @@ RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], fie
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """Returns name -> config at the demo's size: PPO, and the recipes of grpo.py as in their papers."""
+    """Returns name -> config at the demo's size: PPO, and RECIPES with further settings of their papers."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
                  "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
@@ -77,8 +77,8 @@ def result(out: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table with one row per recipe: means over the seeds. The spread is the largest
-    accuracy of a seed minus the smallest."""
+    """Returns a Markdown table with one row per recipe. The accuracy is the mean over the seeds. The spread
+    is the accuracy of the best seed minus that of the worst seed."""
     lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
@@ -113,7 +113,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def draw_panel(axis, name: str, runs: list[dict]) -> None:
-    """Draws one recipe's reward, one line per seed, and for sums of three digits the response length."""
+    """Draws one recipe's reward, one line per seed. For three-digit sums, also draws the response length."""
     for seed, r in enumerate(runs):
         axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
     axis.set_title(name, fontsize=10)

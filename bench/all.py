@@ -2,10 +2,10 @@
 
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-On a CPU, the models are the demo's and two layers of Qwen2.5-0.5B. On a GPU, they have the shapes of 0.5B,
-1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the trainer. No other program should
-run at the same time. The measurements go to bench/results/DEVICE.json, and as a table to DEVICE.md.
-bench/vs_trl.py is not included, because it needs TRL.
+On a CPU, the benches use the demo's model, and a model with two layers of Qwen2.5-0.5B's shape. On a GPU, the
+models have the shapes of 0.5B, 1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the
+trainer. No other program should run at the same time. The measurements go to bench/results/DEVICE.json, and
+as a table to DEVICE.md. bench/vs_trl.py is not included, because it needs TRL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vo
 
 
 def on_cpu(cores: int) -> list[Case]:
-    """Returns the cases for a CPU. A case has one rank per core, or one rank with a thread per core."""
+    """Returns the cases for a CPU: one rank per core with one thread, or one rank with a thread per core."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
     head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]

@@ -6,13 +6,13 @@
 
 A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
 step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
-program types the command again, as a user would. Two nodes are two network namespaces, or without root both
-are on loopback.
+program types the command again, as a user would. Two nodes are two network namespaces; without root, both
+nodes use the loopback network.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
 - It loses no saved step, and it reports what it could not write.
-- It prints no other error. If the fault must lead to a refusal, one line names the reason.
+- It prints no error that the fault does not explain. If the fault must lead to a refusal, one line says why.
 
 Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
 then kept. Without root some faults are skipped, and their lines say so."""
@@ -43,7 +43,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: ranks of one node
 TRIES = 6  # attempts to strike in the chosen phase; each attempt is a new run
-TYPED = 4  # largest number of commands of a run
+TYPED = 4  # a run must be complete after at most this number of commands
 HANG = 120.0  # a command hangs if it prints no line for this many seconds
 
 
@@ -56,8 +56,8 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged in this process. On the rank to strike, a thread waits for the phase. The order
-    (JSON in the variable CHAOS) names the fault, the rank and the phase."""
+    """Runs train.py unchanged in this process. The order (JSON in the environment variable CHAOS) names the
+    fault, the rank and the phase. In this rank a thread runs `watch`."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -66,10 +66,10 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Strikes in the order's phase: at visit number `visit` of this phase or at a later one, `after` seconds
-    after the visit begins. The order's `file` then tells the main program.
+    """Waits until the rank has entered the order's phase `visit` times or more, and has been in it for
+    `after` seconds. Then writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    Without a phase nothing strikes. At the process's end, `file` gets begin and end of all visits."""
+    Without a phase, sends nothing. When the process ends, writes begin and end of all visits to `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -116,8 +116,8 @@ class Nodes:
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
-        self.expected = ""  # regular expression of the required line; empty: none
-        self.had = 0  # number of saved steps, which must not be lost
+        self.expected = ""  # regular expression of a refusal that the run must print; empty: no refusal
+        self.had = 0  # number of steps that were saved before the fault; the run must not lose them
         self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
 
@@ -128,7 +128,7 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. Its ranks run be_a_rank in the first command, later train.py."""
+        """Starts the node's torchrun agent. Its ranks run be_a_rank the first time, and later train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -272,7 +272,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again. Not after the last save, because node 0 may have ended by then."""
+    """Kills node 1 and starts it again. Does nothing after the last save: node 0 may have ended by then."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -356,8 +356,8 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts a second run in the same folder, which must be refused. Meanwhile the ranks of the first run are
-    stopped by SIGSTOP, so that they stay in their phase."""
+    """Starts a second run in the same folder. This run must be refused. While it runs, SIGSTOP stops the
+    ranks of the first run, so that they stay in their phase."""
     owner = {}
     while not owner:  # waits for the lock, which a run writes in its first seconds
         if not nodes.running():
@@ -405,8 +405,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and starts it on two "machines" with one rank each. On the second one, a mount namespace,
-    --out is another folder. Both must refuse, and nothing may be written."""
+    """Kills the run and starts it on two "machines" with one rank each. The second machine is a mount
+    namespace in which --out is another folder. Both ranks must refuse, and nothing may be written."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -474,8 +474,8 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# Errors in a run's output. OF_TENSORBOARD: if the disk is full, TensorBoard's writer thread ends with this
-# traceback. log.Logger then makes a new writer.
+# Errors in a run's output. If the disk is full, TensorBoard's writer thread ends with the traceback
+# OF_TENSORBOARD, and log.Logger makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -552,7 +552,7 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run and restarts it until it ends. Returns its result line, or None without a strike."""
+    """Strikes a run and restarts it until it is complete. Returns its result line; None without a strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -587,8 +587,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, number of the visit, its seconds) for each run: first every fault and every phase
-    once, then random ones."""
+    """Yields (fault, phase, number of the visit, length of the visit in s) for each run. Every fault and
+    every phase comes once before any is repeated at random."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -599,8 +599,8 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as `chosen` (from `choose`). If the strike came too
-    late, repeats the run with an earlier one; if there was no checkpoint to damage, with a later one."""
+    """Returns the result line of a run that is struck as `chosen` (from `choose`). Repeats the run with an
+    earlier strike if the strike came too late, and with a later one if no checkpoint existed to damage."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

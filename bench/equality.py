@@ -6,7 +6,7 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs have f
     seen      two thirds of the pairs of bench/equality_pairs.py
     unseen    the other third. Nobody looks at it while improving the grader; only --unseen counts it.
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
-    second    204 pairs of the same file, written before the grader was improved a second time
+    second    204 older pairs of the same file, from before the grader's second revision
 
 Three graders judge each pair: grading/answers.py (`after`), reward.py as of the commit --before (`before`),
 and math-verify with its own extraction of answers.
@@ -90,7 +90,7 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 
 
 def foreign() -> list[Pair]:
-    """Returns the pairs of bench/equality_foreign.jsonl. A category's name starts with the part's name."""
+    """Returns the pairs of bench/equality_foreign.jsonl. Each category begins with "foreign" or "second"."""
     found = []
     for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,8 +1,8 @@
 r"""Synthetic pairs of an answer and a gold answer, by category. Each pair has the right verdict.
 
 `pairs()` draws numbers from a seed, so it always returns the same pairs. Most pairs come from the templates
-in equality_pairs.txt. There, each category has a name with random draws, one or more gold answers (one is
-drawn), other ways to write the gold answer (`right`), and answers that are nearly right (`wrong`):
+in equality_pairs.txt. A category there has a name, random variables, one or more gold answers (one is drawn),
+other ways to write the gold answer (`right`), and answers that are nearly right (`wrong`):
 
     powers: a, b = r.choice([2, 3, 5]), r.randint(20, 60)
       gold  «a»^{«b»}
@@ -11,7 +11,7 @@ drawn), other ways to write the gold answer (`right`), and answers that are near
 
 What counts as equal here:
 - Two forms of the same value are equal: `\sqrt{242}` and `11\sqrt{2}`.
-- But if the gold answer is a plain number, an expression that is left to compute (`3+4`) is wrong.
+- But if the gold answer is a plain number, a sum that still has to be computed (`3+4`) is wrong.
 - A unit must be the gold answer's unit or be left out. Units are not converted. A percent is a hundredth.
 - A decimal is right if its relative error is at most one in a million.
 - Words and letters are compared as text.
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns all pairs, each once. About a third of the gold answers are unseen, with all their pairs."""
+    """Returns all pairs, each once. For about a third of the gold answers, all pairs are unseen."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -44,7 +44,7 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
             for (answer, gold), (name, same) in found.items()]
 
 
-# --- the templates; their draws use a random generator `r` and the three lists below
+# --- the templates; their random variables use the generator `r` and the three lists below
 
 LENGTHS = [("cm", "centimeters", "m", "inches"), ("m", "meters", "feet", "km"),
            ("km", "kilometers", "miles", "m"), ("ft", "feet", "m", "yards"), ("mm", "millimeters", "cm", "m"),
@@ -85,7 +85,7 @@ def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
                     yield name.replace("_", " "), fill(template, values), gold, same
 
 
-# --- gold answers of many kinds; the rules RIGHT rewrite an answer of any kind, the rules WRONG spoil it
+# --- gold answers of many kinds, rules RIGHT that rewrite them, and rules WRONG that make them wrong
 
 GOLDS = r"""
 numbers | 7 | -13 | 204 | 2048 | 1000000 | 3.75 | -0.125 | .5 | 120 | 025 | 6.02 \times 10^{23} | 10! |
@@ -115,7 +115,7 @@ letters | A | \text{(C)} | \text{B} | D, E | \text{A, C, E}
 ratios | 3:5 | 2:3:4 | 7:30
 """
 
-RIGHT = [  # answer -> answer, often unchanged; `varied` applies five random rules in this order
+RIGHT = [  # rules: answer -> the same answer, maybe rewritten. `varied` takes five at random, in this order
     lambda t: t.replace(r"\frac", r"\dfrac"),
     lambda t: t.replace("(", r"\left(").replace(")", r"\right)") if "_" not in t else t,
     lambda t: t.replace("+", " + ").replace("=", " = "), lambda t: re.sub(r",(?=[^!}])", r",\\,", t),

@@ -35,8 +35,8 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name in LIMITS -> largest difference for the model in `path`. A text instead of a number is the
-    reason why it was not measured."""
+    """Returns name in LIMITS -> largest difference, for the model in the folder `path`. If a difference was
+    not measured, a text says why."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -46,7 +46,7 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns vLLM's difference or an error text. In a new process, as vLLM allows one engine in each."""
+    """Returns vLLM's difference or an error text. Starts a new process: vLLM allows one engine in each."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)

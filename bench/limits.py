@@ -23,7 +23,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bytes per second that a copy of a large tensor reads and writes, both counted."""
+    """Returns the memory bandwidth of a copy of a large tensor: bytes read plus bytes written, per second."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -38,8 +38,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak memory during f() minus the memory before, in bytes: of torch's allocator on a GPU, of
-    this process (resident, Linux only) on a CPU."""
+    """Returns the peak memory during f() minus the memory before, in bytes. On a GPU this is the memory of
+    torch's allocator; on a CPU, the resident memory of this process (Linux only)."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -47,7 +47,7 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
         f()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # malloc_trim returns freed memory to the kernel. Otherwise f() could reuse this memory without a rise.
+    # Gives freed memory back to the kernel. Otherwise f() could use it again, and the peak would not rise.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
     before = _status("VmRSS")
@@ -56,7 +56,7 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
 
 
 def _status(name: str) -> int:
-    """Returns a line of /proc/self/status in bytes. name: for example VmRSS."""
+    """Returns a value of /proc/self/status in bytes. name: for example VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 

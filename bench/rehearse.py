@@ -6,8 +6,8 @@ Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 sam
 Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
 
 This tests what often fails first on a cluster: the rendezvous of four agents, 32 ranks in one mesh, a sharded
-save, and a resume on another number of ranks. Prints one JSON line per phase: its seconds, and the largest
-fall of the machine's available memory in GiB. --out must be a new or empty folder. It is removed at the end.
+save, and a resume on another number of ranks. Prints a JSON line per phase: its seconds, and by how many GiB
+the machine's available memory fell at most. --out must be a new or empty folder. It is removed at the end.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 A save has two costs. Training waits for the copy to host memory. Then a thread writes the files, which slows
 the steps that run meanwhile. All blocks belong to one run of the demo. Prints one JSON line:
     waits_s            seconds that training waits for the copy
-    difference_share   seconds of a block: (with a save - without) / without; mean of the middle four fifths
+    difference_share   share by which a save makes a block slower: mean over the pairs of blocks, without the
+                       lowest and the highest tenth
     cpu_share          the same in CPU seconds of this rank, which other programs disturb less
 """
 
@@ -26,13 +27,13 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """Returns the middle four fifths of the sorted values, without the outliers of a busy machine."""
+    """Returns the sorted values without the lowest and the highest tenth (outliers of a busy machine)."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Returns, for each pair of blocks, (with a save - without) / median of the blocks without."""
+    """Returns for each pair of blocks: (with a save - without) / median of all blocks without a save."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 

@@ -3,8 +3,8 @@
     python -m bench.shape OUT [--size 0.5b]
 
 The folder also has problems to train on (train.jsonl, sums). The tokenizer is the demo's: its tokens are
-bytes and a few tags. The vocabulary is as large as the real model's. So most tokens that the model samples
-have no text.
+bytes and a few tags. The vocabulary is as large as the real model's. So the tokenizer has no text for most
+tokens that the model samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape of tools/plan.py. `layers`, `vocab`: 0 keeps the shape's."""
+    """Returns the Hugging Face config of a shape of tools/plan.py. `layers`, `vocab`: 0 is the shape's."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN

@@ -3,9 +3,9 @@
     python -m bench.step tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
-Runs the loop of train.py and takes all flags of train.py. By default it trains 12 steps without evaluation
-and saves. Prints one JSON line per measurement. Values are medians over the steps after the third, from the
-run's metrics. `mfu` is the run's FLOP per second divided by those of a large matrix product on this device.
+Runs the loop of train.py and takes all flags of train.py. By default there are 12 steps, no evaluation and no
+checkpoint. Prints one JSON line per measurement: medians of metrics over the steps after the third. `mfu` is
+the run's FLOP per second divided by those of a large matrix product on this device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def phases_of(row: dict) -> dict[str, float]:
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns name -> values. rows: metrics of the measured steps. peak: FLOP/s of a matrix product."""
+    """Returns measurement -> its fields. rows: metrics of the measured steps. peak: FLOP/s of the device."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

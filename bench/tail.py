@@ -1,11 +1,11 @@
-"""Simulates rollouts in which a few responses are much longer than the others, under rules for the long ones.
+"""Simulates rollouts in which a few responses are much longer than the others, under several rules.
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
 The simulator knows the cost of a decoding step, by batch size and context. It takes an H100's speeds from
 tools/plan.py. Response lengths are random. The rules:
     whole       each response is sampled to its end by one engine
-    one round   --round_len as long as the longest response: like `whole`, plus the messages of a round
+    one round   --round_len at the length limit: like `whole`, plus the time for the messages of a round
     rounds      --round_len: after each round, unfinished responses move to balance the engines
     carry X     --round_len and --carry: the next step continues unfinished responses with new weights
     ideal       a lower bound that no rule reaches: all engines always decode a full batch
@@ -42,13 +42,13 @@ STEPS, WARM = 16, 6  # steps of a simulation; the first WARM of them are not cou
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds that an engine's operations cost, and the speeds of the cores that run the engines."""
+    """Seconds of an engine's operations, then the cores that run the engines and their speeds."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, by (responses, cached tokens)
     prefill: float  # one cached token that must be computed again: after new weights or a move
     response: float = 0.0  # one response in a round, in addition to its tokens
     round: float = 0.0  # one round, in addition to its responses and tokens
-    exchange: float = 0.0  # one message to all engines; one per round, and two per step with --round_len
+    exchange: float = 0.0  # one message to all engines: one in each round, and with --round_len two in a step
     cores: int = sys.maxsize  # number of cores; engine i runs on core i % cores
     beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
     shared: float = 1.0  # speed of a core that runs several engines, for all of them together
@@ -58,8 +58,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds in which one engine adds tokens[i] tokens to trajectory i, which has context[i]. At
-    most `slots` trajectories run at once. When one ends, the next one starts."""
+    """Returns the seconds of one engine. Trajectory i has context[i] tokens, and gets tokens[i] more. At most
+    `slots` trajectories run at once. When one ends, the next one starts."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -74,7 +74,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: what engine i takes alone on its core."""
+    """Returns the seconds until the last engine ends. seconds[i]: time of engine i with a core for itself."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -100,8 +100,8 @@ class Simulation:
         self.next = 0  # number of the next new prompt
 
     def step(self, step: int) -> dict[str, float]:
-        """Simulates one step's rollout. Returns its seconds, the engines' idle share, the mean (staleness)
-        and largest (oldest) age of its tokens' weights in steps, and its number of tokens."""
+        """Simulates one step's rollout. Returns `seconds`, `idle` (share of the engines' time), `staleness`
+        and `oldest` (mean and largest age of the weights that sampled its tokens, in steps), `tokens`."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
         moved = set(self.going)  # the cache of carried trajectories must be computed again with new weights
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
@@ -138,8 +138,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates a round of the engine with the trajectories `keys`. Returns its seconds. The cache of the
-        keys in `moved` must be computed again."""
+        """Simulates one round of one engine. keys: the engine's trajectories. moved: keys whose cache must be
+        computed again. Returns the seconds of the round."""
         if not keys:
             return 0.0
         reread = 0
@@ -169,8 +169,8 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws the lengths of the responses to one prompt: log-normal with `sigma`, cut
-    at `cap`, and about `mean` on average after the cut. alike: correlation of their logarithms."""
+    """Returns a function that draws the lengths of the responses to one prompt. They are log-normal with
+    `sigma`, at most `cap`, and about `mean` on average. alike: correlation of the lengths' logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # raises the center until the mean after the cut is right
@@ -207,7 +207,7 @@ def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: 
     """Simulates a preset under each rule. Returns one row per rule. mean, sigma, alike: see `lognormal`."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
-    cfg = replace(cfg, tp=1)  # `engines` counts whole engines, so an engine is like one rank
+    cfg = replace(cfg, tp=1)  # the simulator has one rank per engine; `cost` is that of the whole engine
     rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {
         f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
         for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}

@@ -8,13 +8,13 @@
 | `product` | `37*45=` | `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…`, then the answer |
 | `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, then `((8-3)*4)+2`; the reward is bench/countdown.py |
 | `think` | `37+45=` | idle words such as `hmm,`, then a sum as in the demo |
-| `sums-3` | `137+245=` | as in the demo, with three digits |
+| `sums-3` | `137+245=` | a sum as in the demo, of three-digit numbers |
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
-The last third of the pretraining texts contains errors, so the base model solves few problems. A share of
-these texts guesses the answer (not in `countdown`). In `chain`, `product` and `think` the other texts write
-some wrong numbers. In `countdown` they try wrong signs.
+The last third of the pretraining texts contains errors, so that the base model solves few problems. Some of
+these texts guess the answer (not in `countdown`). In `chain`, `product` and `think`, the other texts of this
+third contain wrong numbers. In `countdown`, they try wrong signs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
 RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
-# --- what a text writes: a problem's numbers -> (problem, thought, answer)
+# --- functions that write a text: a problem's numbers -> (problem, thought, answer)
 
-# `slip` is the probability of a wrong number in a step; 0: the thought is right.
+# `slip`: probability of a wrong number in each step of the thought.
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
@@ -130,7 +130,7 @@ def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
             return numbers
 
 
-# --- the problems of a task: rng -> list of each problem's numbers, in random order
+# --- functions that draw a task's problems: rng -> list with the numbers of each problem, in random order
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
@@ -154,7 +154,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # advances rng: the base model of bench/results/ablations.md was made like this
+    think(drawn[0], rng, 0)  # only advances rng, so that the base model of ablations.md stays the same
     return drawn
 
 

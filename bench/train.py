@@ -1,7 +1,7 @@
 """Measures the trainer's phases alone, on synthetic packs and a model of any shape with random weights.
 
     python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--layers 0] [--vocab 0]    # 0: the number of the shape
+                          [--recompute none] [--layers 0] [--vocab 0]    # 0: as in the shape --size
 
 The phases:
     logprobs   log-probs without gradients
@@ -10,16 +10,16 @@ The phases:
     head       the head alone: log-probs of one pack from random hidden states, and the gradients
 
 An update has --packs packs of --pack tokens. A pack has segments of --segment tokens, a quarter of them from
-the prompt. FSDP2, chunked fp32 log-probs and AdamW are those of train.py. --recompute N: the backward pass
-recomputes the first N layers in whole, and of the other layers all but matrix products and attention.
+the prompt. FSDP2, chunked fp32 log-probs and AdamW are those of train.py. With --recompute N, the backward
+pass recomputes everything in the first N layers, and all but matrix products and attention in the others.
 
 Prints one JSON line per phase, with medians over the rounds after the first:
     tokens_per_s_a_rank   tokens per second of one rank
     mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
                           6 per weight and token, plus causal attention. The head counts response tokens only.
                           Recomputation does not count.
-    limit_s               lower bound of the seconds: the FLOP or the bytes at the device's limits
-    memory_gib            peak memory minus the memory between phases
+    limit_s               lower bound of the seconds: FLOP, or bytes to move, at the device's measured limit
+    memory_gib            peak memory of the phase minus the memory before it
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Sides:
     torz        this project
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
-Each side is one process with threads on all cores (more with --ranks, --trl_ranks). torz and trl_tuned also
-get the settings of glibc's allocator from the Makefile: a process keeps the memory that it frees.
+Each side is one process with threads on all cores, or several with --ranks (torz) and --trl_ranks (TRL). torz
+and trl_tuned also get the Makefile's settings of glibc's allocator: a process keeps the memory that it frees.
 
 The sides run at the same time, but take turns: one side trains four steps while the others wait. So if the
 machine is slow for a while, all sides are slow. A pair is one such run with one seed. A side's time is the
@@ -26,8 +26,8 @@ each process it is the sum of:
 - what it held in addition at its peak: VmHWM - VmRSS of /proc/PID/status.
 Pages of files are left out. They are mostly libraries, and their count depends on other processes.
 
---trl_python, --trl_ranks: interpreter and ranks of TRL. --ranks, --dtype: ranks and dtype of torz. --base:
-the model's folder, made if it is missing. --side, --seed and --out are for the processes started here.
+--trl_python is TRL's interpreter. --dtype is torz's dtype. --base is the model's folder, made if it is
+missing. Do not set --side, --seed and --out: this program passes them to the processes that it starts.
 
 Prints one JSON line per side and pair. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
 """
@@ -72,7 +72,7 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """Makes a side train in turns. The side calls `step` after each training step."""
+    """Pauses a side while the other sides train. The side calls `step` after each training step."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
@@ -117,7 +117,7 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
     def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_) -> list[float]:
         scores = []
         for text, gold, ids in zip(completions, answer, completion_ids, strict=True):
-            ended = ids[-1] == tokenizer.eos_token_id  # a response that is cut scores 0, as in torz
+            ended = ids[-1] == tokenizer.eos_token_id  # a response without its end token scores 0, as in torz
             scores.append(functions[reward](text, gold, "") * ended)
         means.append(mean(scores))
         return scores
@@ -197,7 +197,7 @@ def memory_mb(leader: int) -> float:
 
 
 class Job:
-    """A side of the comparison, in its own processes. If the side fails, this program exits with its log."""
+    """A side of the comparison, in its own processes. If it fails, this program prints its log and exits."""
 
     def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str,
                  seed: int) -> None:

@@ -68,8 +68,8 @@ def measure(name: str, recompute: str) -> list[dict]:
     """Runs trainer.py for a case. Returns a row per phase. An update adds up the gradients of two packs."""
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: two samples share a prompt, so attention copies the prompt in front of each.
-    # The prompt is short, so that storing it once saves nearly no memory.
+    # The worst case for memory: two samples share a prompt. The pack stores the prompt once, but attention
+    # copies it for each sample. The prompt is short, so storing it once saves nearly no memory.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]

@@ -4,12 +4,12 @@
                                                       [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. With the stub, memory is counted
-against a capacity, kernels do nothing, and copies to the host bring zeros. The process group is torch's fake
-one. Models have a real shape, and no values.
+builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The stub has a limited memory and
+counts its use, its kernels do nothing, and copies from it to the host bring zeros. The process group is
+torch's fake one. Models have real shapes, but all values are zeros.
 
-So this shows shapes, memory by torch's real allocator, kernel launches, copies, waits and collectives. It
-shows no number that a GPU computes, no time that a GPU takes, and nothing about NCCL.
+So this program shows shapes, the memory of torch's real allocator, kernel launches, copies, waits and
+collectives. It shows no result and no time of a GPU, and nothing about NCCL.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
@@ -18,13 +18,13 @@ Prints one JSON line per phase of this rank. The phases:
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and an engine, which do not exist here
-    *_gib            torch's allocator: peak, reserved, stays (memory at the phase's end). driver_peak. Bytes
-                     that were moved. pinned: host memory that the phase pinned.
+    *_gib            memory: peak, reserved, stays (at the phase's end) of torch's allocator, driver_peak,
+                     pinned (host memory that the phase pinned). All others: data that were copied or sent.
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
-    index_add        launches of atomic additions. Their order is not fixed on a GPU, so repeated rows of the
-                     index give other bits. The index of attention's outputs has no repeated rows.
+    index_add        launches of atomic additions. Where an index has the same row twice, their order on a GPU
+                     is random, and so are the last bits. The index of attention's outputs never has.
     waits            times that the host waits for the device
 """
 
@@ -64,14 +64,14 @@ from tools import plan
 GIB = 2**30
 
 
-# --- values that the trainer reads from the device; the stub would return zeros
+# --- values that decide sizes: the stub device holds only zeros, so these values come from the host
 
 HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> copy of this tensor on the host
 
 
 def host_values() -> None:
-    """Makes Tensor.nonzero and Tensor.cpu read the tensors of HOST from the host. Their values (segment
-    lengths and masks) decide the sizes of other tensors."""
+    """Patches Tensor.nonzero and Tensor.cpu: for a tensor in HOST they use its copy on the host. These values
+    (segment lengths and masks) decide the sizes of other tensors."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -129,7 +129,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # not `allocate`: it reads values
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # not `allocate`, which reads values
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
@@ -178,7 +178,7 @@ class Pageable(TorchDispatchMode):
 
 
 def launches(*words: str) -> int:
-    """Returns the number of launches in this phase of kernels whose name contains one of the words."""
+    """Returns how often this phase launched kernels whose names contain one of the words."""
     return sum(n for name, n in nullgpu.kernels() if any(word in name for word in words))
 
 
@@ -203,7 +203,7 @@ class Phases:
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
         copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
-        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # less this wait
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: the wait above
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
