@@ -48,7 +48,7 @@ OnResponse = Callable[[], bool]  # called when a response ends; returns True to 
 # and self-check draw different random numbers. From the second round of a rollout on (see Trajectories), the
 # key also ends in (ROUND, number of the round).
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 16  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
+PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
 
 # --- rewards
 
