@@ -9,12 +9,11 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
 
 The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
 any number of ranks. The key of an fp32 weight is `policy.NAME`. The keys of the weight's optimizer state are
-`policy.NAME.exp_avg` and so on. `critic` and `ref` have the same kind of keys. Nothing is pickled. No random
-state is saved, because every random choice is a function of (seed, step).
+`policy.NAME.exp_avg` and so on. The other models have the keys `critic.NAME` and `ref.NAME`. Nothing is
+pickled. No random state is saved, because every random choice is a function of (seed, step).
 
-A thread of this file writes the checkpoint while training continues. DCP's own writer is not used for two
-reasons. It builds each file in host memory. And it needs a second process, because its Python code holds the
-GIL.
+A thread writes the checkpoint while training continues. DCP's own writer is not used: it builds each file in
+host memory, and its Python code holds the GIL, so it would need a second process.
 
 `publish` makes a finished checkpoint visible. `complete` lists the checkpoints of a run. `find` looks up the
 checkpoint to start from. A complete checkpoint is never overwritten, and only `prune` deletes one. An export
@@ -88,7 +87,7 @@ class StagingBuffer:
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
-        if self.slices.keys() != local.keys():  # the first save, or a new optimizer state
+        if self.slices.keys() != local.keys():  # at the first save, or if the optimizer has new state
             self.slices = {key: torch.empty(x.shape, dtype=x.dtype) for key, x in local.items()}
             self.offsets = owned_offsets(live)
         torch._foreach_copy_(list(self.slices.values()), list(local.values()))
@@ -108,15 +107,15 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns whether all numbers in `x` are finite. They are if the minimum and the maximum are finite,
-    because both are NaN if `x` has a NaN. aminmax takes 0.1 s a GB on one core. torch.isfinite would take
-    1.5 s a GB."""
+    """Returns whether all numbers in `x` are finite. It is enough to check the minimum and the maximum: if
+    `x` has a NaN, both are NaN. aminmax takes 0.1 s a GB on one core. torch.isfinite would take 1.5 s a
+    GB."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
-    the same slice, only the first of these ranks writes it."""
+    """Returns name -> offset of this rank's slice in the whole tensor, for each slice that this rank writes.
+    If several ranks hold the same slice, only the lowest of these ranks writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -178,9 +177,9 @@ class Saver:
 
     out: the run's folder.
     facts: written to state.json.
-    saved: number of steps of the newest complete checkpoint in `out`, or 0 in a new run. None: the run
-        continues a checkpoint of another folder, and has saved nothing in `out` yet.
-    warn: the thread calls it with a line of text if a save fails, or if an old checkpoint can't be deleted.
+    saved: number of steps of the newest complete checkpoint in `out`; 0 in a new run. None if the run
+        continues a checkpoint of another folder, because `out` then has no checkpoint.
+    warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted.
     """
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
@@ -191,21 +190,22 @@ class Saver:
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
-        self.in_flight: Future[None] | None = None  # the last save
+        self.in_flight: Future[None] | None = None  # the save that was started last
         self.failed = False  # whether the last finished save failed
         if _is_main():  # clean up after a run that was killed
             remove_unfinished(out / "ckpt" / "step_*")
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Wait for the previous save. Then start to save the state after `step` steps, unless that is saved
-        already. If `wait`, wait for this save too. `carried`: this rank's trajectories that the next step
+        """Wait for the previous save, then start the save of step `step`. Does not save a step twice. If
+        `wait` is true, wait for the new save too. `carried`: this rank's trajectories that the next step
         continues. Raises UserError as `finish` does."""
         self.finish()
         if step == self.saved:
             return
         self.buffer.update()
-        # An old process of this run may still write a checkpoint. The random token gives it another folder.
+        # An old process of this run may still be writing a checkpoint. Because of the random token, the two
+        # processes write to different folders.
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
@@ -213,15 +213,14 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the last save. Raises UserError, the same on every rank, in two cases. 1. Two saves in a
-        row failed. 2. The weights or optimizer states have NaN or infinity, so the next save would fail
-        too."""
+        """Wait until the last save has ended. Raises UserError, the same on every rank, in two cases. 1. Two
+        saves in a row failed. 2. The weights or optimizer states have NaN or infinity."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
         """Write this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
-        Runs in the thread. Raises UserError as `finish` does."""
+        The saving thread runs this function. Raises UserError as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -274,8 +273,8 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns a hidden folder beside the folder `final`. The files of `final` are written there. When all are
-    written, the hidden folder is renamed to `final`."""
+    """Returns the path of a hidden folder beside `final`. Files are written to the hidden folder first. When
+    it has all files, it is renamed to `final`."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
@@ -287,10 +286,10 @@ def remove_unfinished(final: Path) -> None:
 
 
 def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> None:
-    """Turn the folder `temp`, which has the files of all ranks, into the checkpoint `final`. Checkpoints
-    become visible only here. To upload checkpoints, start the upload at the end of this function.
+    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. To upload
+    checkpoints, start the upload at the end of this function.
 
-    Runs on rank 0, in the saving thread. Each change is on the disk before the next change is made.
+    Runs on rank 0, in the saving thread. Waits until the files are on the disk before it renames the folder.
     `facts`: content of state.json. `files`: sizes and checksums of the ranks' files. Raises OSError if a file
     is missing or has another size, or if `final` exists.
     """
@@ -309,9 +308,9 @@ def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> 
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old complete checkpoints. The newest `keep` checkpoints stay. The checkpoint with the best
-    evaluation stays too (`keep_best`, see Config), and the link `ckpt/best` is set to it. A checkpoint that
-    is a symbolic link belongs to the user and stays. Returns error messages, one line each."""
+    """Delete old complete checkpoints. The newest `keep` checkpoints stay. The best checkpoint also stays
+    (`keep_best`: see Config), and the link `ckpt/best` points to it. A checkpoint that is a symbolic link
+    belongs to the user, so it stays. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -340,7 +339,7 @@ def _link_best(link, name):
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     """Returns the checkpoint of `folders` with the highest value of `metric`, or None if no checkpoint has a
-    value. If several have the highest value, the newest one is returned.
+    value. If two checkpoints have the same value, the newer one wins.
 
     `metric` is the name of a metric, or a pattern, or "auto", which means the pattern eval/*/avg@*. The value
     of a pattern is the mean of all metrics that match."""
@@ -380,8 +379,8 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file of the checkpoint that changed since it was saved, or "". The ranks divide
-    the work: a call reads every `ranks`-th file, beginning with file number `rank`."""
+    """Returns the name of a file that changed since the checkpoint was saved, or "" if no file changed. The
+    ranks divide the work: each rank reads every `ranks`-th file, beginning with file number `rank`."""
     # A .safetensors file that is not in COMPLETE counts as changed, because DCP would read this file too.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
@@ -406,11 +405,11 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the checkpoint from which the run in `out` continues: the newest one in `out`. If `out` has
-    none, `resume` may name one (see `named`). Returns None if there is neither. Raises UserError if `resume`
-    names no checkpoint, or an older one in `out`.
+    """Returns the checkpoint from which the run in `out` continues: the newest checkpoint in `out`. If `out`
+    has no checkpoint, returns the one that --resume names (see `named`), or None if --resume is "auto" or
+    "never". To download checkpoints, do so at the start of this function.
 
-    The checkpoint is looked up only here. To download checkpoints, do so at the start of this function."""
+    Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
@@ -421,7 +420,7 @@ def find(out: Path, resume: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """Returns the checkpoint that a path names. RUN is a run's folder. The path may be
+    """Returns the checkpoint that the path `name` stands for. RUN is a run's folder. The path may be
 
         RUN                          the run's newest checkpoint
         RUN/STEP, RUN/best           the run's checkpoint after STEP steps, or its best checkpoint
@@ -451,8 +450,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
     """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
-    steps. The run that saved it may have had another number of ranks. `facts`: the config of this run, the
-    fingerprint of its problems, and the hashes of its reward files.
+    steps. The checkpoint may come from a run with another number of ranks. `facts`: this run's config,
+    fingerprint of the problems, and hashes of the reward files.
 
     Raises UserError in three cases. 1. A file is damaged. 2. The checkpoint has more steps than this run's
     --steps. 3. The problems, a reward file or a setting of the algorithm changed since the checkpoint.
@@ -500,10 +499,9 @@ def _fill(path, who, model, optimizer):
     """Fill a model and its optimizer from a checkpoint. `who` is the model's name in the checkpoint: policy,
     critic or ref.
 
-    First an optimizer step with zero gradients creates the tensors of the optimizer's state. Then these
-    tensors and the weights are loaded, so the step has no other effect. A parameter gets state only if the
-    checkpoint has tensors such as `policy.NAME.exp_avg` for it. It has none if the optimizer had not made a
-    step before the save."""
+    An optimizer creates its state tensors in its first step. So this function makes a step with zero
+    gradients. Then it overwrites the weights and the state tensors with the checkpoint's values. A parameter
+    for which the checkpoint has no state, such as `policy.NAME.exp_avg`, gets no state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -540,8 +538,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. An
     earlier export there is replaced. All ranks must call this function.
 
-    weights: (name, whole tensor) of every parameter. All ranks iterate over them, because dist.full_weights
-        gathers them from all ranks. Rank 0 copies them to host memory and writes them.
+    weights: (name, whole tensor) of every parameter. All ranks iterate over `weights`, because
+        dist.full_weights gathers the tensors from all ranks. Rank 0 copies them to the host and writes them.
     source: the model folder from which the model was loaded. Its configs are copied.
     facts: content of the marker file (from `marker`). With it, the export also gets a chat template that
         makes the prompts of training.
@@ -553,7 +551,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     state = {}
     for name, tensor in weights:
         if _is_main():
-            # on_host makes a pinned copy; clone, so that this pinned memory is freed.
+            # on_host may return pinned memory. The clone is not pinned, so the pinned memory is freed.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():

@@ -5,8 +5,8 @@ comment beside a field is its help text. A value that can be derived is a proper
 flag beats the layout, the layout beats the preset, the preset beats the default. `python -m tools.plan
 PRESET` prints the batches, memory, disk and seconds that a preset leads to.
 
-The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). Its
-"nodes" are GPUs; here they are called ranks.
+The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What
+Open-Reasoner-Zero calls a "node" is one GPU. torz calls it a rank.
 
 This file also holds small things that many files need, such as UserError, `require` and `read_jsonl`.
 """
@@ -50,8 +50,8 @@ def require(ok: bool, found: str, needed: str) -> None:
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
-    The first rank of each machine prints the error as one line. torchrun prints this line again when it
-    ends."""
+    The first rank of each machine prints the error as one line. When torchrun ends, it prints the line
+    again."""
     for stream in (sys.stdout, sys.stderr):  # a response may have characters that a terminal can't encode
         stream.reconfigure(errors="backslashreplace")
     try:
@@ -68,9 +68,9 @@ def user_errors(prog: str) -> Iterator[None]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write the reason why this process ends into torchrun's error file. torchrun prints the reason of the
-    process that failed first. torch's `record` decorator writes the same file, but it needs torch and adds a
-    traceback."""
+    """Write `text` to torchrun's error file. It says why this process ends. torchrun then prints the text of
+    the process that failed first. torch's `record` decorator writes the same file, but it needs torch and
+    adds a traceback."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -78,7 +78,8 @@ def tell_torchrun(text: str) -> None:
 
 
 class Range(NamedTuple):
-    """The values that a setting may have: from `low` to `high`. If `above`, `low` itself is not allowed."""
+    """The values that a setting may have: from `low` to `high`. If `above` is true, `low` itself is not
+    allowed."""
 
     low: float
     high: float = math.inf
@@ -101,17 +102,16 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
-Beta = Annotated[float, Range(0, 0.9999)]  # AdamW takes no 1
+Beta = Annotated[float, Range(0, 0.9999)]  # AdamW does not accept 1
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
 Tracker = Literal["wandb"]
-LENGTHS = ("steps", "epochs", "total_episodes")  # a user gives the run's length as one of these
+LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. The name of a count says its unit: prompts, samples, tokens, steps or
-    updates."""
+    """All settings of a run."""
 
     # --- models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
@@ -120,49 +120,49 @@ class Config:
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
-    template: str = "orz"  # prompt: orz, plain, chat (the tokenizer's own), or a text file with {problem}
-    system_prompt: str = ""  # with --template chat: system turn for rows that have none
-    extractor: tuple[str, ...] = ("orz",)  # finds the answer in a response; DATASET=NAME: for one data set
-    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
+    template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
+    system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
+    extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
+    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT; math, choice, exact, or FILE.py:FUNCTION
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
-    max_turns: Count = 8  # with --env: most turns of the policy in one response
+    max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
     out: str = ""  # the run's folder; empty: runs/PRESET
 
-    # --- length of the run: give steps, epochs or total_episodes. A step is one rollout and its updates
+    # --- length of the run: one of steps, epochs, total_episodes. A step is one rollout and its updates
     steps: Amount = 0  # number of steps of the run; 0: not given
     epochs: Amount = 0  # number of passes over the prompts; 0: not given
     total_episodes: Amount = 0  # number of responses of the run; 0: not given
     eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
     save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
-    resume: str = "auto"  # auto: continue the run in --out; never: --out must be empty; or a checkpoint
+    resume: str = "auto"  # auto: continue the run in --out; never: --out must be empty; PATH: that checkpoint
     start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
     # --- the batch
-    prompts_per_step: Count = 128  # prompts sampled each step
-    samples_per_prompt: Count = 64  # responses to each prompt
-    max_prompt_len: Count = 2048  # most tokens of a prompt; longer ones are dropped when the data is loaded
-    max_response_len: Count = 8000  # most tokens of a response
-    max_model_len: Amount = 0  # most tokens of prompt plus response; 0: --max_prompt_len + --max_response_len
-    resample_rounds: Amount = 0  # most rounds that replace prompts whose samples have equal rewards (DAPO)
-    round_len: Amount = 0  # decode in rounds of this many tokens, rebalance engines after each; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts per prompt of a step; 0: off
-    max_staleness: Count = 2  # with --carry: a prompt's samples end at most this many steps after it began
-    pack_len: Count = 16384  # tokens of one forward pass (a pack, or micro-batch) on one rank
-    policy_updates: Count = 1  # policy minibatches in one pass over a step's samples; one update on each
-    critic_updates: Count = 12  # critic minibatches in one pass over a step's samples; one update on each
-    passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs, TRL's num_iterations)
+    prompts_per_step: Count = 128  # number of prompts sampled in each step
+    samples_per_prompt: Count = 64  # number of responses to each prompt
+    max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
+    max_response_len: Count = 8000  # maximum tokens of a response
+    max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
+    resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
+    round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # ratio of extra prompts to prompts (partial rollouts); 0: off
+    max_staleness: Count = 2  # with --carry: a response ends at most this many steps after its first token
+    pack_len: Count = 16384  # maximum tokens of a pack (the micro-batch of one forward pass on one rank)
+    policy_updates: Count = 1  # number of policy updates in one pass over a step's samples
+    critic_updates: Count = 12  # number of critic updates in one pass over a step's samples
+    passes_per_step: Count = 1  # number of passes over a step's samples (PPO's epochs, TRL's num_iterations)
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
-    temperature: Positive = 1.0  # of sampling; the trainer divides its logits by the same number
+    temperature: Positive = 1.0  # sampling temperature; the trainer also divides its logits by it
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of the GPU's memory that vllm may use while it samples
-    max_num_seqs: Count = 512  # most responses that one engine decodes at once
+    max_num_seqs: Count = 512  # maximum number of responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
-    eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number for all sets, or one per set
-    eval_response_len: Amount = 0  # most tokens of a response in evaluation; 0: --max_response_len
+    eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
+    eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
     grade_workers: Count = 1  # number of grading processes of each rank
     grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
@@ -170,12 +170,12 @@ class Config:
     # --- optimizers: AdamW with fp32 weights and state
     policy_lr: Positive = 1e-6  # learning rate after warm-up
     critic_lr: Positive = 5e-6  # learning rate after warm-up
-    warmup_updates: NotNegative = 50  # updates of linear warm-up; below 1: a fraction of the run's updates
+    warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
-    lr_end: NotNegative = 0.0  # last learning rate of both models, with --lr_decay linear or cosine
+    lr_end: NotNegative = 0.0  # final learning rate of both models, with --lr_decay linear or cosine
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay; an update scales weights by 1 - lr * weight_decay
-    grad_clip: Positive = 1.0  # largest global gradient norm; larger gradients are scaled down to it
+    grad_clip: Positive = 1.0  # maximum global gradient norm; larger gradients are scaled down to it
 
     # --- the loss
     gamma: Share = 1.0  # discount (ppo)
@@ -183,39 +183,39 @@ class Config:
     clip_low: Share = 0.2  # the policy's ratio is clipped to at least 1 - clip_low
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)
-    freeze_policy_steps: Amount = 0  # in this many first steps only the critic is trained
+    freeze_policy_steps: Amount = 0  # number of steps at the start that train only the critic
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference model is loaded
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimates KL(policy || ref) at each token
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added (reward: ppo, return_whiten)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
     ref_refresh: bool = False  # copy the policy's weights to the reference at the end of each epoch
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
-    tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no weight
+    tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no correction
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how losses are averaged (grpo)
-    overlong_buffer: Amount = 0  # in this many tokens before the limit, the reward falls by up to 1 (DAPO)
-    nonstop_penalty: NotNegative = 0.0  # lowers the reward of responses cut by length (Open-Instruct)
+    overlong_buffer: Amount = 0  # length penalty from this many tokens before the limit; 0: off (DAPO)
+    nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length (Open-Instruct)
     mask_truncated: bool = False  # exclude responses cut by length from the loss
-    drop_uniform: bool = False  # exclude prompts from the loss if their responses score the same (grpo)
+    drop_uniform: bool = False  # exclude prompts from the loss if all their responses score the same (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 32; any: any number
+    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: up to 32; any: any
     ranks: Amount = 0  # number of ranks that torchrun must start; 0: any number
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute and gathers; auto: bfloat16 on CUDA
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount = 0  # shard within groups of this many ranks, replicate across groups; 0: one group
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # recomputed layers: none, layers (all), a number, auto (as few as needed)
-    offload: bool = True  # keep unused weights and optimizer state of the trainer in host memory (CUDA)
+    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
+    offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
-    keep_best: str = "auto"  # metric whose best checkpoint is kept; auto: mean of eval/*/avg@k; empty: none
-    save_samples: Literal["all", "some", "none"] = "some"  # some: 8 prompts, every --eval_every steps
+    keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
+    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/ too
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
     grace: Positive = 25.0  # seconds to save and exit after SIGTERM, SIGUSR1, ctrl-C; torchrun kills after 30
-    stall_limit: Positive = 3600.0  # most seconds of a phase; then every rank prints its stack and exits
-    go: bool = False  # start even if the checks of first responses or gold answers fail
-    max_logp_gap: Positive = 0.1  # stop the run if mean |engine - trainer| log-prob exceeds this (nats)
+    stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
+    go: bool = False  # start even if the check of the first responses or of the gold answers fails
+    max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
     verbose: bool = False  # print the memory ledger each step, and vllm's own start-up messages
 
     def __post_init__(self) -> None:
@@ -259,7 +259,7 @@ class Config:
                 "complete responses are counted")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
                 f"{self.resample_rounds}", "one of them")
-        # With --carry a round must be shorter than a response. Otherwise every response ends in one round.
+        # With --carry, a round must be shorter than a response. Otherwise no response is left to carry.
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
                 f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
@@ -283,7 +283,7 @@ class Config:
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the reference. They must if its weights may differ from --model's."""
+        """Whether checkpoints hold the reference model: its weights may differ from --model's weights."""
         return self.kl_coef > 0 and (self.ref_refresh or self.start_from != "")
 
     @property
@@ -293,14 +293,14 @@ class Config:
 
     @property
     def model_len(self) -> int:
-        """Training's limit of a prompt plus its response, in tokens."""
+        """Maximum number of tokens of a prompt plus its response in training."""
         both = self.max_prompt_len + self.max_response_len
         return min(both, self.max_model_len or both)
 
     @property
     def engine_len(self) -> int:
-        """The engine's limit of a prompt plus its response, in tokens. It is larger than model_len if
-        evaluation allows longer responses than training."""
+        """Maximum number of tokens of a prompt plus its response in the engine. It is larger than model_len
+        if evaluation allows longer responses than training."""
         return max(self.model_len, self.max_prompt_len + self.eval_response_len)
 
     @property
@@ -314,12 +314,12 @@ class Config:
 
     @property
     def minibatches(self) -> int:
-        """Number of minibatches of a step's samples. The model with more updates uses one minibatch in each
-        update. The other model uses several minibatches in each update."""
+        """Number of minibatches in a step. The model with more updates trains on one minibatch in each
+        update. The other model trains on several minibatches in each update."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
-        """Returns the engine's name, a key of rollout.ENGINES. `on_gpu` decides for --engine auto."""
+        """Returns the engine's name, a key of rollout.ENGINES. With --engine auto, `on_gpu` decides."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
@@ -331,9 +331,9 @@ class Config:
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """Returns this config with the run's length as `steps`. The user may have given it as `epochs` or
-        `total_episodes`. `prompts`: number of prompts in an epoch. Raises UserError unless exactly one of the
-        three is given."""
+        """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
+        prompts in an epoch. Raises UserError unless exactly one of the three lengths is given, and if
+        --freeze_policy_steps leaves no step that trains the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -342,9 +342,9 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of an update of the policy or critic. `update` counts the updates within
-        `step`, from 0. The rate depends only on the config and these two numbers, so a resumed run needs no
-        scheduler state. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
+        """Returns the learning rate of an update of the policy or critic. `update`: number of the
+        update within `step`, from 0. A resumed run needs no scheduler state, because the rate depends only on
+        the config, `step` and `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -368,7 +368,7 @@ class Config:
 
 @functools.cache
 def ranges() -> dict[str, Range]:
-    """Returns field -> its allowed range, for each field of Config that has a number or several numbers."""
+    """Returns field -> allowed range, for each field of Config that has a range."""
     hints = get_type_hints(Config, include_extras=True)
     return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
             for found in get_args(part) if isinstance(found, Range)}
@@ -396,7 +396,7 @@ PRESETS = {
     # The demo: a model of 0.4M parameters learns to add two numbers.
     "tiny-ppo": TINY,
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
-    # Our own, not from a paper: GSM8K in an evening on one 24-GB GPU.
+    # Not from a paper: GSM8K on one 24-GB GPU, in one evening.
     "gsm8k-0.5b-1gpu": replace(
         GRPO, model="Qwen/Qwen2.5-0.5B-Instruct", data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
         eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",), template="chat",
@@ -412,8 +412,8 @@ PRESETS = {
                        pack_len=18432, eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13. As in the paper, a step has 512 prompts, 16 samples of each, and 16
-    # updates. This preset has a 7B model; the paper has a 32B model.
+    # DAPO, arXiv 2503.14476, eq. 8 to 13. A step has 512 prompts, 16 samples of each prompt, and 16 updates,
+    # as in the paper. The model has 7B parameters; the paper's model has 32B.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
@@ -439,8 +439,8 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. 7 GPUs × 16 responses × 4 accumulation
-    # steps there are 28 prompts × 16 samples here.
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step of Open-R1 has 448 responses (7
+    # GPUs × 16 responses × 4 accumulation steps). This preset has 28 prompts × 16 samples = 448 responses.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -456,8 +456,8 @@ PRESETS = {
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
-# A layout sets the number of ranks. On the orz-* presets, `debug` also sets Open-Reasoner-Zero's values for
-# debugging. The other values of `production` are already in the presets.
+# A layout sets the number of ranks. With an orz-* preset, `debug` also sets Open-Reasoner-Zero's values for
+# debugging. `production` sets nothing more, because the presets already have the production values.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
@@ -469,8 +469,8 @@ NODE = 8  # ranks on one machine, in the layouts and in the commands that errors
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
 # Settings that may change when a run resumes, because they do not change the algorithm. dtype changes only
-# the rounding. Settings of the prompts, such as data and template, are among them: a checkpoint compares the
-# tokenized problems instead (data.fingerprint).
+# the rounding. data and template are in the list because ckpt.resume compares the tokenized problems instead
+# (data.fingerprint).
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
@@ -487,8 +487,8 @@ def changed(old: dict, new: dict) -> list[str]:
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # A run may resume with another --layout, which changes the fields that a layout sets. A field that the
-    # user set with a flag must not change.
+    # If a run resumes with another --layout, the fields that layouts set may change, unless the user has set
+    # one of these fields with a flag.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     as_json = json.loads(json.dumps(new))
@@ -506,7 +506,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns the flags of a command line, in order: field -> first word of its value. For example,
+    """Returns field -> first word of the value, for each flag of a command line, in order. For example,
     `--no_go`, `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
@@ -518,7 +518,8 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 def layout_of(given: Mapping[str, str]) -> str:
     """Returns the layout's name. It comes from --layout, or else from the environment variable DEBUG_MODE.
-    DEBUG_MODE=True means debug, as in Open-Reasoner-Zero. Raises UserError for any other value or name."""
+    DEBUG_MODE=True means debug, as in Open-Reasoner-Zero. Raises UserError for an unknown layout, and if
+    DEBUG_MODE is neither True nor False."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment says DEBUG_MODE={debug}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -581,9 +582,9 @@ def check_paths(cfg: Config) -> None:
     """Raises UserError if the model or a data file does not exist. This check needs no torch, so it comes
     before the slow imports.
 
-    A name that may be on the Hub is not checked here, but later by model.resolve or grading.rows.local_file.
-    A run on several machines is not checked here either. The later checks say on which machine a file is
-    missing."""
+    Two cases are checked only later. 1. Names that may be on the Hub (model.resolve and
+    grading.rows.local_file check them). 2. Runs on several machines, so that the error can name the machine
+    on which a file is missing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
@@ -599,9 +600,9 @@ def set_allocator() -> None:
     imported.
 
     GPU memory: expandable segments save 1 to 3 GiB of fragmentation. tools/plan.py assumes them.
-    Pinned host memory: a block has the size that is needed, not the next power of 2. Such blocks must not be
-    cached, because torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull request
-    192722)."""
+    Pinned host memory: a block has the size that was requested, not the next power of 2. These blocks must
+    not be cached, because torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull
+    request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
@@ -636,18 +637,18 @@ def data_file(path: str) -> Path:
 
 
 def _build(path):
-    """Returns a hint for the files of the tiny presets, which `tools.tiny` makes. Returns "" for another
+    """Returns a hint for an error message if `tools.tiny` makes the file `path`. Returns "" for any other
     path."""
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
 def meanings() -> dict[str, str]:
-    """Returns field of Config -> the comment beside the field. This comment is also the field's help text."""
+    """Returns field of Config -> the comment beside the field, which is also the field's help text."""
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that have no effect in some runs. A row: names of flags; a function that tells whether they have an
-# effect with config c; the setting that they need.
+# Flags that have no effect in some runs. Each row has the names of flags, a function that returns whether
+# these flags have an effect with the config c, and the setting that these flags need.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

@@ -48,7 +48,8 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Random streams of this file. A stream is np.random.default_rng([seed, ORDER, …]), and so on.
+# Numbers of the random streams in this file. Each stream is seeded with its number, for example
+# np.random.default_rng([seed, ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
@@ -61,7 +62,7 @@ class Problem:
     text: str  # the problem as it is in the file, without the template
     ids: tuple[int, ...]  # tokens of the prompt: the template with the problem in it
     answer: str  # the gold answer
-    kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
+    kind: str = "math"  # how answers are compared: math, choice or exact; a user's reward gets it too
     weight: float = 1.0  # how often the problem comes in an epoch
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
@@ -91,8 +92,8 @@ class Sample:
     reason: str = ""  # why the grader gave this reward: one of reward.REASONS
     answer: str | None = None  # the answer that was extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
-    weight: float = 1.0  # the weight of this --reward term
-    parts: dict[str, float] = field(default_factory=dict)  # name -> weighted value of each other reward part
+    weight: float = 1.0  # the weight of the --reward term `grader`
+    parts: dict[str, float] = field(default_factory=dict)  # name -> weighted value of other reward terms
     failed: tuple[str, ...] = ()  # names of the graders whose function raised an exception
     in_loss: bool = True  # whether the sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
@@ -101,7 +102,7 @@ class Sample:
     turn_start: int = 0  # index in `ids` where the last turn starts
     env_reward: float | None = None  # replaces the grader's reward; None: the environment gave no reward
     advantage: float = 0.0  # GRPO's advantage. PPO computes an advantage per token later
-    prompt_share: float = 0.0  # with --aggregation prompt: weight in the loss of each token of this sample
+    prompt_share: float = 0.0  # with --aggregation prompt: loss weight of each of the sample's tokens
 
     @property
     def key(self) -> tuple[int, int]:
@@ -124,7 +125,7 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> summand of the score: the weighted reward and the parts."""
+        """Returns name -> value, for each number that `score` adds: the weighted reward and the parts."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
@@ -149,7 +150,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true (mask.nonzero() on a GPU makes the host wait)
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; stored, since mask.nonzero() waits for the GPU
     fresh_tokens: Tensor  # (F,) indices where `mask` is true and this step's weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
@@ -165,8 +166,8 @@ class Pack:
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
-        """Returns the pack on another device. The host does not wait for the copy to a GPU, because the
-        memory is pinned."""
+        """Returns the pack on another device. Copies to a GPU use pinned memory, and the host does not wait
+        for them."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         if torch.device(device).type == "cuda":
             tensors = {k: v.pin_memory() for k, v in tensors.items()}
@@ -183,8 +184,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     says how many problems are left and how many rows were dropped.
 
     If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
-    `longest`: limit of prompt plus response, in tokens; 0: cfg.model_len. Raises UserError if no problem is
-    left, and with file and row if a row can't be read."""
+    `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. Raises UserError if no
+    problem is left, or if a row can't be read (the message names the file and the row)."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -222,12 +223,12 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     """Returns a function that turns a conversation into the tokens of a prompt. The last turn of a
     conversation is the problem.
 
-    "chat", the tokenizer's chat template, shows all turns. If a conversation has no system turn, the system
-    turn is `system_prompt`. The other templates show only the problem, and the tokenizer adds its BOS token
-    if it has one.
+    The template "chat" is the tokenizer's chat template. It shows all turns. If a conversation has no system
+    turn, `system_prompt` is added as one. The other templates show only the problem, and the tokenizer adds
+    its BOS token if it has one.
 
     Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
-    if the template can't show the conversation, and if the prompt ends in the EOS token."""
+    if the template can't show the conversation, or if the prompt ends in the EOS token."""
     if template == "chat":
         require(bool(tokenizer.chat_template), "this tokenizer has no chat template",
                 "--template orz or plain")
@@ -295,12 +296,13 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template for the exported tokenizer, which then makes the same prompts as in
-    training. Returns "" if the prompts' tokens would differ. `form`: the result of prompt_form.
+    """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training.
+    Returns "" if the prompts would have other tokens. `form`: the result of prompt_form.
 
-    If `form` is "", the result is the tokenizer's own chat template. If there is a system prompt, the result
-    adds it to conversations without a system turn. If `form` is a text, the result takes conversations of one
-    user turn, and raises an exception for others."""
+    If `form` is "", training used the tokenizer's own chat template. The returned template is the same, but
+    also adds the system prompt to conversations without a system turn.
+    If `form` is a text, the returned template puts the user's turn into this text. It raises an exception for
+    conversations that are not exactly one user turn."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -323,8 +325,8 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of all problems in order. Each problem enters with its tokens, answer, kind, weight and
-    data set. A checkpoint stores this hash, and ckpt.resume compares it."""
+    """Returns a hash of all problems in order. The hash covers the tokens, answer, kind, weight and data set
+    of each problem. A checkpoint stores the hash, and ckpt.resume compares it with this run's hash."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
@@ -335,8 +337,8 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """Returns the problems that are first sampled in this step. The result is a pure function of
-    (seed, step). Each epoch has a new random order."""
+    """Returns the problems whose sampling begins in this step. The result is a pure function of (seed, step).
+    Each epoch has a new random order."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
 
@@ -350,21 +352,21 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts that are first sampled in this step. Each step has
-    --prompts_per_step of them. The first step also has the extra prompts of --carry."""
+    """Returns the numbers of the prompts whose sampling begins in this step. There are --prompts_per_step
+    prompts in each step. The first step also has the extra prompts of --carry."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
 
 def step_of(number: int, cfg: Config) -> int:
-    """Returns the step in which the prompt with this number is first sampled."""
+    """Returns the step in which the sampling of this prompt begins. `number`: the prompt's number."""
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
     """Returns one replacement for each prompt of the step. train.resample uses them for prompts whose samples
     all have the same reward. The result is a pure function of (seed, step, round). Replacements are drawn
-    from the step's epoch, so --data_weights apply."""
+    from the epoch of this step, so --data_weights apply to them too."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -381,9 +383,10 @@ def _total(groups):
 
 
 def _groups(problems):
-    """Returns (number of prompts that an epoch draws, indices of problems) of each group. The number is
-    weight × (number of problems). A group is one file. But files with the same integer weight w form one
-    group, because an epoch has each of their problems w times."""
+    """Divide the problems into groups. Returns (count, indices) for each group. `indices`: the group's
+    problems. `count`: how many prompts an epoch draws from the group, which is weight × (number of problems).
+
+    Files with the same integer weight form one group. Each other file is a group of its own."""
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
@@ -394,9 +397,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems: 1. group after group, 2. shuffled. Each problem comes
-    floor(weight) times. A random part of the group comes once more: with weight 1.3, it is 30 % of the
-    group."""
+    """Returns the indices of an epoch's problems, twice: 1. ordered by group, 2. shuffled. Example: with
+    weight 1.3, each problem of the group occurs once, and a random 30 % of them occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -410,8 +412,8 @@ def _epoch(groups, seed, epoch):
 
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
-    appended. The engine sampled `segment` after all tokens of `before`. The result has the `text` of
-    `before`, so the caller must update it."""
+    appended. The engine sampled `segment` after all tokens of `before`. The caller must set the result's
+    `text`, which is still that of `before`."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -443,8 +445,8 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
     indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
     Samples must be ordered by (prompt_id, sample_id).
 
-    The minibatches do not depend on the number of ranks, and the loss does not depend on the packs. So
-    neither the number of ranks nor the packing changes what is learned."""
+    Training does not depend on the number of ranks or on the packing: the number of ranks does not change the
+    minibatches, and the packing does not change the loss."""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -455,11 +457,12 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    Every rank gets the same number of packs, because FSDP's collectives need that. All ranks work on their
-    k-th packs at the same time and wait for each other, so these packs have about the same cost.
+    FSDP needs the same number of packs on every rank. All ranks compute their k-th packs at the same time and
+    wait for the slowest rank. So the k-th packs of all ranks get about the same cost.
 
-    A prefix that samples share is computed once per pack. So samples of one prompt are kept together in
-    units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens."""
+    If several samples in a pack have the same prompt, the prompt is computed once. So samples of one prompt
+    are kept together in units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer
+    sample is a unit of its own."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -467,14 +470,14 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # Neighbours in this order become the k-th packs of all ranks, so these have about the same cost.
+    # Sort packs by cost. Rank r takes packs r, r + ranks, …, so the k-th packs of all ranks are neighbours.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for unit in b for i in units[unit]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Returns the ascending sample indices, cut into lists. A list has samples of one prompt, with at most
+    """Cut the ascending list of sample indices into lists. Each list has samples of one prompt, with at most
     `limit` tokens in all. A sample that is longer than `limit` has a list of its own."""
     lists = []
     room = 0
@@ -509,15 +512,15 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# The only sample of a filler pack: one token that does not enter the loss. A rank without samples computes
-# filler packs, because FSDP needs the same number of passes on every rank.
+# A rank without samples computes filler packs, because FSDP needs the same number of passes on every rank. A
+# filler pack has only this sample: one token that does not enter the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end (see Pack). Without samples, returns a filler pack. `step`:
-    version of the weights whose tokens are in `fresh_tokens`; None: the tokens of all versions are."""
+    """Returns a pack with the samples end to end (see Pack). Without samples, returns a filler pack. If
+    `step` is given, `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -526,8 +529,8 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
     def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns (T,) values, 0 at prompt tokens. values[i]: one value for each response token of sample
-        i."""
+        """Returns (T,): the values at response tokens, 0 at prompt tokens. values[i] (L,): one value for each
+        response token of sample i."""
         flat = np.concatenate(values)
         out = np.zeros(ends[-1], flat.dtype)
         out[in_response] = flat

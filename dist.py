@@ -42,7 +42,7 @@ Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a mod
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of the run."""
+    """Rank, number of ranks, device and dtype of this process."""
 
     rank: int
     size: int  # number of ranks
@@ -95,19 +95,19 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store for torch's process group, whose keys have a new prefix after every restart.
+    """Returns a key-value store for torch's process group. After every restart, its keys have a new prefix.
     Returns None if torchrun shares no store; then torch makes its default store. Raises RuntimeError on
     timeout.
 
-    Why: after a restart of the ranks, torchrun keeps its store (torch 2.13). The store still has the
-    addresses of the dead ranks, and new ranks would wait for them for ever. The restart count can't serve as
-    a prefix, because it differs between machines. So the ranks agree on a new prefix:
+    Why: torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses of
+    the dead ranks, and new ranks would wait for the dead ranks for ever. The restart count can't serve as a
+    prefix, because it differs between machines. So the ranks agree on a new prefix:
 
-        1. Each rank writes a random nonce. The prefix is the hash of all ranks' nonces.
-        2. Each rank writes the key "read/RANK" under its prefix. When it finds the keys of all ranks there,
-           all ranks have the same prefix.
-        3. Until then, each rank reads the nonces again and repeats step 2. Some of the nonces that it read
-           may have been from before the restart.
+        1. Each rank writes a random nonce.
+        2. Each rank reads the nonces of all ranks. The hash of these nonces is the rank's prefix.
+        3. Each rank writes the key "read/RANK" under its prefix. If the keys of all ranks are there, all
+           ranks have the same prefix. If not, the rank may have read a nonce from before the restart, so it
+           repeats steps 2 and 3.
 
     A machine that replaces a lost machine can't find torchrun's store. docs/cluster.md names the environment
     variable that helps.
@@ -132,8 +132,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """Returns the process group of `count` neighbouring ranks to which this rank belongs, or None if `count`
-    is 1. Every rank must call this function."""
+    """Divide the ranks into groups of `count` neighbours. Returns the process group of this rank's group, or
+    None if `count` is 1. Every rank must call this function."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
@@ -149,8 +149,8 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
           recompute: int | None = None) -> nn.Module:
     """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. The embedding,
-    the last norm and the head are in the root's group. Weights and reductions of gradients are fp32. Compute
-    and all-gathers are in `dtype`.
+    the last norm and the head form one more group. Weights and reductions of gradients are fp32. Compute and
+    all-gathers are in `dtype`.
 
     `recompute`: see PackModel.recompute. On a single rank that computes in fp32, the parameters stay plain
     tensors, because there is nothing to shard or to cast."""
@@ -169,9 +169,9 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
     the embedding. If the model is on the host, it is moved to `device` during the iteration.
 
-    FSDP gathers the parameters of one group at a time; each decoder layer is a group. A group's memory is
-    freed when the caller asks for the next group's first tensor. From then on the caller must not use the
-    tensors of the earlier group."""
+    FSDP gathers one group of parameters at a time; each decoder layer is a group. When the caller asks for
+    the first tensor of the next group, the memory of the current group is freed. From then on, the caller
+    must not use tensors of the freed group."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -187,10 +187,11 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit they go back
-    to the host, and gradients are dropped. A model that is on a GPU already stays there.
+    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit both go back
+    to the host, and gradients are dropped. If the model was on a GPU before, it stays there.
 
-    If `optimizer` is None, the weights must not change inside, because they are not copied back."""
+    If `optimizer` is None, the weights must not change inside the context, because they are not copied
+    back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -207,13 +208,13 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Context manager. Inside it, if `on`, torch uses deterministic algorithms, whose sums on a GPU have a
-    fixed order. An operation without a deterministic algorithm raises RuntimeError."""
-    if not on:  # without the calls below, because they import torch's compiler, which takes time
+    """Context manager. Does nothing unless `on` is true. Inside it, torch uses deterministic algorithms: sums
+    on a GPU have a fixed order. An operation without a deterministic algorithm raises RuntimeError."""
+    if not on:  # return early, because the calls below import torch's compiler, which takes time
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Filling new memory with NaN takes time and is not needed: no code reads memory before it writes it.
+    # Don't fill new memory with NaN: this takes time, and no code here reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -223,18 +224,16 @@ def deterministic(on: bool) -> Iterator[None]:
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state. The
-    tensors are not copied. An optimizer has no state before its first step.
-
-    The names of state tensors, such as NAME.exp_avg, can't be names of weights, because no module has a
-    parameter and a submodule of the same name."""
+    tensors are not copied. The state of the weight NAME has names such as NAME.exp_avg. An optimizer has no
+    state before its first step."""
     tensors = dict(model.named_parameters())  # named_parameters lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
 
 
-# HOMES[model][name] is a home: the host tensor that stores a weight, a buffer or a tensor of the optimizer's
-# state while the model is not on the GPU.
+# HOMES[model][name] is a host tensor, called a home. While a model is not on the GPU, its homes store its
+# weights, buffers and optimizer state.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
@@ -252,7 +251,7 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
     """Replace each tensor x of the model and of the optimizer's state by new[x]."""
-    # Module.to calls _apply too. FSDP's _apply then takes its shards from the new tensors.
+    # Module.to also uses _apply. FSDP's version of _apply takes its shards from the new tensors.
     model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
         state.update({key: new[x] for key, x in state.items()})
@@ -268,7 +267,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`. Does not wait for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # x is usually its own home. It is not if x is new, or if FSDP made a padded copy of an uneven shard.
+        # Usually x and its home are the same memory. They differ if x is new, or if FSDP has made a padded
+        # copy of an uneven shard.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -278,12 +278,12 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, nothing is
-    copied, because the weights did not change on the device and their homes still have them."""
+    copied: the weights have not changed on the device, and the host still has their values."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # finish the copies: FSDP now reads the homes of uneven shards, to pad them
+        torch.cuda.synchronize()  # wait for the copies: FSDP reads the homes next, to pad uneven shards
     replace_tensors(model, optimizer, new)
 
 
@@ -300,7 +300,7 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
-    """Copy the whole tensor `full` into a parameter, which may be sharded."""
+    """Copy the whole (unsharded) tensor `full` into a parameter. The parameter may be sharded."""
     if isinstance(param, DTensor):
         full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements,
                                  src_data_rank=None)
@@ -351,8 +351,8 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
-    every rank raises the error of the first of these ranks. The message names this rank's host, unless all
-    ranks have the same error."""
+    every rank raises the error of the lowest failed rank. The message begins with the host name of the
+    lowest failed rank, unless all ranks have the same error."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -375,8 +375,8 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send the object outgoing[r] to rank r, for every r. Returns the objects that this rank received, in the
     order of the ranks that sent them."""
-    # Loading a pickle can run code. Here and in `gather`, pickles come only from ranks of this run. torz
-    # never writes a pickle to a file and never reads a pickle from a file.
+    # Loading a pickle can run code, so pickles are accepted only from ranks of this run (in `exchange` and in
+    # `gather`). torz never writes a pickle to a file and never reads a pickle from a file.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
@@ -404,7 +404,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
     return [[[arrived[key] for key in pack] for pack in minibatch[rank]] for minibatch in layout]
 
 
-# --- phases: time, and the end of a hang
+# --- phases: their times, and a time limit that stops a hung run
 
 
 @dataclass
@@ -412,7 +412,7 @@ class Phase:
     """The current phase of this rank. A phase is a named part of a step, such as "rollout" or "critic"."""
 
     name: str = "start"
-    began: float = float("inf")  # time.perf_counter() at its start; infinite between phases
+    began: float = float("inf")  # time.perf_counter() at the start of the phase; infinite between phases
     limit: float = 0.0  # seconds that a phase may take; 0: no limit
 
 
@@ -423,11 +423,11 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the las
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Context manager and decorator for a phase. The phase's seconds are added to SECONDS. A phase ends when
-    the GPU has finished its work. With guard.watch, a phase that hangs ends the process."""
+    the GPU has finished its work. If guard.watch runs, it ends the process when a phase hangs."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # If a phase hangs, guard.watch's thread ends the process. But that thread can't run while C code holds
-    # the GIL. So a timer that does not need the GIL ends the process a little later.
+    # guard.watch's thread ends the process if a phase hangs. But this thread can't run while C code holds the
+    # GIL. The timer below does not need the GIL. It ends the process later than the thread would.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:
@@ -449,7 +449,7 @@ def phase_seconds() -> dict[str, float]:
 
 # --- stopping on a signal
 
-# Name and time of the signal that requested a stop on this rank. Empty if no signal came.
+# [name, time] of the signal that requested a stop on this rank. Empty if there was no signal.
 stop_signal: list[Any] = []
 
 

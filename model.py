@@ -2,7 +2,7 @@
 
 A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the names of Hugging
 Face's own classes, so state dicts, exports and vLLM's loader need no renaming. For attention, transformers
-calls the function `packed_attention` of this file. It computes three cases:
+calls the function `packed_attention` of this file, which has three cases:
 
     training on CUDA in bf16             varlen kernel
     training on a CPU, or in fp32        padded rows
@@ -14,8 +14,8 @@ calls the function `packed_attention` of this file. It computes three cases:
 The temperature divides the logits, as in the engine. Logits and log-probs are fp32. From bf16 logits,
 log-probs would be wrong by 0.012 nats, which is too much for a clipped ratio.
 
-Shapes: T tokens of a pack, U tokens that are computed, S slots of attention, N segments, V vocabulary,
-D hidden size, H heads, Hkv heads of keys and values, d head size.
+Shapes: T tokens of a pack, U tokens that are computed, S slots of attention (see Segments), N segments,
+V vocabulary, D hidden size, H heads, Hkv heads of keys and values, d head size.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and return
 
 # --- families
 
-# The supported model types. tests/test_families.py compares each with transformers' own classes.
-# docs/models.md says how they differ, and why others are refused.
+# The supported model types. tests/test_families.py compares each type with transformers' own classes.
+# docs/models.md says how the types differ, and why other types are refused.
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
@@ -78,8 +78,8 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Returns the parameters of the config's rotary embeddings: one dict, or one dict for each type of
-    layers."""
+    """Returns the parameters of the rotary embeddings: one dict for all layers, or one dict for each type of
+    layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
@@ -97,8 +97,9 @@ def has_window(config: PreTrainedConfig) -> bool:
 class TakeRows(torch.autograd.Function):
     """Returns the rows `index` (S,) of x (U, …). A row may be copied several times.
 
-    The gradient of a row is the sum of its copies' gradients. This function adds them in fp32, in the order
-    of `index`. On CUDA, torch's index_select would add them in x's dtype and in a random order.
+    The gradient of a row is the sum of the gradients of its copies. This function computes the sum in fp32
+    and in the order of `index`. On CUDA, torch's index_select would compute it in x's dtype and in a random
+    order.
 
     `order` and `offsets`: see RowIndex.groups."""
 
@@ -143,10 +144,10 @@ class RowIndex:
 class Segments:
     """The layout of a pack's segments for attention. It is made once per forward pass.
 
-    If several segments begin with the same tokens, these tokens are computed once. But attention needs them
-    in front of each of these segments. So attention copies the U computed tokens to S slots, some of them to
-    several slots. Attention has an output in every slot. The output of a computed token is read from one of
-    its slots.
+    If several segments begin with the same tokens, these tokens are computed once. But attention needs the
+    shared tokens in front of each of these segments. So the U computed tokens are first copied to S slots; a
+    shared token gets several slots. Attention then has S outputs. All slots of a token have the same output,
+    so the output of one slot is used.
 
     With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens, one segment after the other. On a
     CPU, and in fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
@@ -169,19 +170,19 @@ class Segments:
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # slots: for each slot, the index of its computed token.
         # outputs (U,): for each computed token, the slot from which its output is read.
-        # Both are None if slot t has computed token t.
+        # Both are None if the slots are simply the computed tokens, in order.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Change the slots from the pack's tokens to blocks of rows. This runs on the host, because the
-        blocks' sizes depend on the segments' lengths."""
+        """Arrange the slots in blocks, as in the picture above. This runs on the host, because the blocks'
+        sizes depend on the segments' lengths."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Segments share a block if their lengths round up to the same power of 2, which is at least 16. So a
-        # row is at most twice as long as its segment, or has at most 16 slots.
+        # Round each segment's length up to a power of 2, at least 16. Segments with the same rounded length
+        # share a block. So a row has at most 16 slots, or is at most twice as long as its segment.
         size = lengths.clamp(min=16).log2().ceil()
         tokens = []  # for each block, the index of the pack's token in each slot; -1 is padding
         for s in size.unique():
@@ -224,7 +225,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # squeeze(0) and not x[0], because the backward pass of x[0] copies the gradient once more.
+    # Use squeeze(0), because the backward pass of x[0] would copy the gradient once more.
     qkv = [segments.lay_out(x.squeeze(0).transpose(0, 1)) for x in (query, key, value)]
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
@@ -239,8 +240,8 @@ def _varlen_options():
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    """Returns the attention (T, H, d), computed by torch's varlen kernel. In some versions of torch this
-    kernel has no sliding window. Then check_settings refuses models with a window."""
+    """Returns the attention (T, H, d), computed by torch's varlen kernel. If the installed torch's kernel has
+    no sliding window, check_settings has refused models with a window."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
@@ -261,8 +262,8 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # On a GPU this function computes only fp32. If there are fewer key heads than query heads, torch's
-        # fp32 kernel would store all attention scores. So repeat keys and values for every query head.
+        # On a GPU, _padded is used only for fp32. If there are fewer key heads than query heads, torch's fp32
+        # attention would store all attention scores. So each query head gets its own copy of keys and values.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -284,8 +285,8 @@ class ChunkedLogProbs(torch.autograd.Function):
     """Computes log-probs and entropies from a linear head, in fp32 and in chunks of tokens. The logits of a
     chunk have at most CHUNK_BYTES.
 
-    `forward` keeps its inputs and the log-softmax of the last chunk. `backward` computes the logits of the
-    other chunks again, which costs one more product with the head's weight.
+    `forward` keeps its inputs and the log-softmax of the last chunk. `backward` computes the logits of all
+    other chunks again.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,).
     """
@@ -301,7 +302,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.last = temperature, log_softmax
-        ctx.set_materialize_grads(False)  # so that g_entropy is None, not zeros, without --entropy_coef
+        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is then None, not zeros
         return logp, entropy
 
     @staticmethod
@@ -345,11 +346,11 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. Its `forward` returns log-probs and entropies, because FSDP
-    gathers the weight only for a forward pass.
+    """The output layer of a language model. `forward` returns log-probs and entropies. They are computed in
+    `forward` because FSDP gathers the weight only during a forward pass.
 
-    Cohere and Granite multiply their logits by a constant, `scale`. Instead, `forward` divides the
-    temperature by `scale`."""
+    Cohere and Granite multiply their logits by a constant, `scale`. `forward` divides the temperature by
+    `scale`, which has the same effect."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -369,11 +370,11 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class. The subclass keeps the original `__init__` and
-    `__call__`.
+    """Returns a subclass of transformers' backbone class, with its own `__init__` and `__call__`.
 
-    If vLLM runs a family by transformers' code, it replaces these two methods in transformers' class. It
-    can't change the subclass, which is made earlier: Engine makes a Policy before vLLM starts."""
+    Why: for some families vLLM runs transformers' code, and replaces these two methods in transformers'
+    class. The subclass keeps the original methods. It must be made before vLLM starts, so Engine makes a
+    Policy first."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -392,11 +393,11 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """Make tied parameters the same tensor (in Policy; other models have none). Must be called again
-        after parameters were replaced."""
+        """If the model ties the head to the embedding, make them the same tensor (only in Policy). Must be
+        called again after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
-        """Set what each layer stores for the backward pass, which then computes the rest again.
+        """Set what each layer stores for the backward pass. The backward pass computes the rest again.
 
             the first `whole` layers    their input
             the other layers            their input, and the results of matrix products and of attention
@@ -404,8 +405,8 @@ class PackModel(nn.Module):
         If `whole` is None, all layers store everything, and nothing is computed again."""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # FSDP's hooks run outside of `forward`, so recomputing `forward` does not gather the weights
-            # again. Nothing in a layer is random, so no random state is preserved.
+            # Only `forward` is recomputed. FSDP's hooks run outside of it, so the weights are not gathered
+            # again. Nothing in a layer is random, so the random state need not be saved.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -425,10 +426,10 @@ class PackModel(nn.Module):
 
     def allocate(self, device: Device) -> None:
         """Allocate the memory of a model that is on the meta device. Tie its parameters and compute its
-        buffers. The caller must then fill the parameters.
+        buffers, such as rotary frequencies, in fp32. The caller must then fill the parameters.
 
-        All buffers, such as rotary frequencies, are computed in fp32. After to_empty their memory is not
-        initialised, and no file has them. A buffer that transformers doesn't compute becomes NaN."""
+        transformers computes the buffers, because no file has their values. Before that they are set to
+        NaN. So if transformers does not compute a buffer, it stays NaN, and the error is noticed."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
@@ -443,7 +444,8 @@ class PackModel(nn.Module):
 
 def keep_products() -> tuple[Any, Any]:
     """Returns the context managers with which `checkpoint` keeps the results of matrix products and of
-    attention. These results take nearly all of a layer's FLOP and half of a layer's memory."""
+    attention. Computing these results takes nearly all FLOP of a layer. Storing them takes half of the memory
+    that a layer needs without recomputation."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -454,14 +456,14 @@ def keep_products() -> tuple[Any, Any]:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns the RMS norm of x (…, D), with the weight and epsilon of `norm`. `norm` is a Hugging Face
-    module with Llama's formula."""
+    """Returns the RMS norm of x (…, D), with the weight and epsilon of `norm`. `norm`: a Hugging Face norm
+    that uses Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Set every dropout of the config to 0, in place, and return the config. The ratio compares log-probs of
-    two forward passes, so dropout must not change them."""
+    """Set every dropout of the config to 0, in place, and return the config. The policy's ratio compares
+    the log-probs of two forward passes, and dropout would make them differ."""
     for name, value in vars(config).items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -510,22 +512,22 @@ def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor,
 
 
 def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """Returns (T,) fp32: for each token, the critic's value of the text before this token. It is 0 where
-    pack.mask is false."""
+    """Returns (T,) fp32: for each token, the critic's value of the text before this token; 0 where pack.mask
+    is false."""
     return critic(pack)
 
 
 # --- loading
 
 
-# Files of a model to download. The ignored files have the same weights in other formats.
+# The files of a model that are downloaded. Files in `ignore_patterns` have the same weights in other formats.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
 
 def resolve(name: str) -> str:
-    """Returns the path of a model's folder. `name`: this path, or an id of the Hugging Face Hub such as
-    Qwen/Qwen2.5-0.5B. The Hub's model is downloaded unless it is in huggingface_hub's cache.
+    """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, such as
+    Qwen/Qwen2.5-0.5B. A model of the Hub is downloaded unless it is in huggingface_hub's cache.
 
     All ranks must call this function together. Raises UserError, the same on every rank, if the model is not
     in the cache and can't be downloaded."""
@@ -537,8 +539,8 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub to this machine's cache, unless it is there. Only the machine's first rank
-    does this. Raises UserError if the model can't be downloaded."""
+    """Download a model of the Hub to this machine's cache, unless the cache has it already. Only the first
+    rank of each machine downloads. Raises UserError if the model can't be downloaded."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
@@ -554,8 +556,8 @@ def _download(name):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """Returns the folder's model config. Raises UserError if the folder has no model, or if torz would
-    compute the model wrong."""
+    """Returns the config of the model in a folder. Raises UserError if the folder has no model, or if torz
+    would compute the model wrong."""
     folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
@@ -569,8 +571,9 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder. The hash covers the names and sizes of the files, and 64 blocks of
-    4 KiB at equal distances in each file. So it takes only milliseconds. A small file is read whole."""
+    """Returns a hash of a model folder. It covers the names and sizes of the files. Of each file's content it
+    covers about 64 blocks of 4 KiB at equal distances (all blocks, if the file is smaller than 256 KiB). So
+    the hash takes only milliseconds."""
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -584,11 +587,12 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has none, and as load_config does."""
+    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, and in the cases in
+    which load_config raises it."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
-    load_config(path)  # raises UserError first: AutoTokenizer raises other errors for some families' configs
+    load_config(path)  # raises UserError, where AutoTokenizer would raise other errors (for some families)
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
@@ -601,19 +605,19 @@ def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
     """Returns the folder's causal language model in fp32. Raises UserError as load_config does.
 
-    `shard_fn` (dist.shard) shards the model while it has no memory (on the meta device). So each rank
+    `shard_fn` (dist.shard) shards the model on the meta device, before memory is allocated. So each rank
     allocates and reads only its own shards."""
     return _load(Policy, path, device, shard_fn)
 
 
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
-    """Returns a critic with the folder's backbone. If the folder has a critic's head, this head is loaded
-    too. Raises UserError as load_config does.
+    """Returns a critic with the folder's backbone, and with the folder's critic head if it has one. Raises
+    UserError as load_config does.
 
-    Otherwise `seed` draws a new head from a normal distribution with standard deviation 1/(D+1), as in
-    Open-Reasoner-Zero's code. Hidden states after the final norm have length √D, so the first values have a
-    standard deviation of about 1/√D."""
+    Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation
+    1/(D+1), as in Open-Reasoner-Zero's code. Hidden states after the final norm have length √D, so the first
+    values have a standard deviation of about 1/√D."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -621,8 +625,8 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors that a folder may have although the model does not use them. A Critic does not use lm_head.weight,
-# nor does a Policy with a tied head. A Policy does not use score.weight. Old files have rotary buffers.
+# Tensors that a folder may have although the model does not use them: lm_head.weight (not used by a Critic or
+# a tied Policy), score.weight (not used by a Policy), and rotary buffers (in old files).
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
@@ -648,8 +652,8 @@ def _load(kind, path, device, shard_fn):
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
-    """Yields (name, whole tensor) of the parameters in the folder's files. Without a trained model, these are
-    the weights for Engine.awake. Raises UserError as load_config does."""
+    """Yields (name, whole tensor) of the parameters in the folder's files. tools/evaluate.py passes them to
+    Engine.awake. Raises UserError as load_config does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for file in sorted(Path(path).glob("*.safetensors")):
