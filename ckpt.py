@@ -541,8 +541,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     weights: (name, whole tensor) of every parameter. All ranks iterate over `weights`, because
         dist.full_weights gathers the tensors from all ranks. Rank 0 copies them to the host and writes them.
     source: the model folder from which the model was loaded. Its configs are copied.
-    facts: content of the marker file (from `marker`). With it, the export also gets a chat template that
-        makes the prompts of training.
+    facts: content of the marker file (from `marker`). If given, the export also gets a chat template that
+        makes the same prompts as in training.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export.

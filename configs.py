@@ -68,9 +68,9 @@ def user_errors(prog: str) -> Iterator[None]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write `text` to torchrun's error file. It says why this process ends. torchrun then prints the text of
-    the process that failed first. torch's `record` decorator writes the same file, but it needs torch and
-    adds a traceback."""
+    """Write `text`, the reason why this process ends, to torchrun's error file. If several processes fail,
+    torchrun prints the text of the one that failed first. torch's `record` decorator writes the same file,
+    but it needs torch and adds a traceback."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -123,7 +123,7 @@ class Config:
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
-    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT; math, choice, exact, or FILE.py:FUNCTION
+    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
@@ -342,9 +342,9 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of an update of the policy or critic. `update`: number of the
-        update within `step`, from 0. A resumed run needs no scheduler state, because the rate depends only on
-        the config, `step` and `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
+        """Returns the learning rate of an update of the policy or critic. `update`: number of the update
+        within `step`, from 0. A resumed run needs no scheduler state, because the rate depends only on the
+        config, `step` and `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0

@@ -80,8 +80,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """Test whether torch can use expandable segments on this GPU, which configs.set_allocator turned on. If
-    the test allocation fails, turn them off.
+    """configs.set_allocator has turned on expandable segments. This function makes a test allocation. If this
+    GPU can't use expandable segments, it turns them off.
 
     For expandable segments, torch 2.13 asserts that NVML returns fabric information. For GPUs before Hopper
     NVML may return none (PyTorch issue 186374)."""

@@ -393,8 +393,8 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """If the model ties the head to the embedding, make them the same tensor (only in Policy). Must be
-        called again after parameters were replaced."""
+        """If the model's head and embedding are tied, make their weights the same tensor. Only Policy does
+        this. Must be called again after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
         """Set what each layer stores for the backward pass. The backward pass computes the rest again.
@@ -587,8 +587,8 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, and in the cases in
-    which load_config raises it."""
+    """Returns the folder's tokenizer. Raises UserError as load_config does, and if the folder has no
+    tokenizer."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
