@@ -1,4 +1,4 @@
-"""ppo.py and grpo.py equal naive references, values and gradients, on 200 random ragged packs each.
+"""Tests that ppo.py and grpo.py equal naive references, in values and gradients, on 200 random packs each.
 
 The references compute one sequence at a time in float64. They are written from the papers' equations, not
 from the code under test.
@@ -19,8 +19,8 @@ WORST: dict[str, float] = {}  # largest error of each function; conftest.py prin
 
 
 def ragged(seed: int):
-    """Returns a pack of 1 to 6 segments: the mask of sampled tokens, the segments' bounds, and a random
-    generator. A segment is a prompt and a response; tokens of an environment may interrupt the response."""
+    """Returns a random pack of 1 to 6 segments: its mask (T,) of sampled tokens, its cu_seqlens (N + 1,), and
+    the random generator. Some response tokens are not sampled, as if an environment had written them."""
     g = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(int(torch.randint(1, 7, (), generator=g))):
@@ -35,7 +35,7 @@ def normal(g: torch.Generator, count: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def sequences(mask, cu, *tensors):
-    """For each segment, yields the entries of all `tensors` at the sampled tokens."""
+    """Yields, for each segment, the values of each tensor at the segment's sampled tokens."""
     for start, end in itertools.pairwise(cu.tolist()):
         yield [x[start:end][mask[start:end]] for x in tensors]
 
@@ -58,8 +58,8 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
-    """GAE skips gaps in the mask: sampled tokens around a gap are neighbours. A reward inside a gap belongs
-    to the sampled token before the gap. Without discount, the return is the sum of the rewards to come."""
+    """GAE skips tokens that are not sampled. A reward at such a token counts for the last sampled token
+    before it. With gamma and lambda 1, the first return is the sum of the rewards."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
@@ -85,7 +85,7 @@ def test_whitening_uses_the_stats_of_all_packs():
     for seed in range(CASES):
         mask, _, g = ragged(seed)
         x = normal(g, len(mask), 3) + 1
-        other = normal(g, 7)  # the tokens of another pack or rank
+        other = normal(g, 7)  # advantages of another pack or rank
         stats = ppo.whitening_stats(x, mask) + ppo.whitening_stats(other, torch.ones(7, dtype=torch.bool))
         both = torch.cat([x[mask], other])
         want = (x[mask] - both.mean()) / (both.std(correction=0) + 1e-8)
@@ -167,7 +167,7 @@ def test_value_loss(clip):
 @pytest.mark.parametrize("kind", ["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out",
                                   "group_mean_batch_std"])
 def test_group_advantages(kind):
-    """Advantages equal the papers' formulas. A group of equal rewards has exactly no advantage."""
+    """Advantages equal the papers' formulas. In a group of equal rewards they are exactly 0."""
     for seed in range(CASES):
         g = torch.Generator().manual_seed(seed)
         n = int(torch.randint(2, 9, (), generator=g))
@@ -216,7 +216,7 @@ def test_grpo_family(name):
                 total = total + inner / denominators[aggregation]
             return total
 
-        share = torch.full((len(mask),), 1 / (3 * 4))  # 3 prompts, of 4 tokens each
+        share = torch.full((len(mask),), 1 / (3 * 4))  # as with 3 prompts that have 4 response tokens each
         weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len, share)
 
         def ours(x, old=old, adv=adv, mask=mask, segment=segment, weights=weights):
@@ -226,7 +226,7 @@ def test_grpo_family(name):
 
 
 def test_unknown_names_are_refused():
-    """A misspelt name raises instead of choosing another algorithm."""
+    """A misspelt name raises ValueError."""
     x, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     segment = torch.zeros(2).long()
     with pytest.raises(ValueError, match="k4"):

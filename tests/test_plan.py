@@ -1,4 +1,4 @@
-"""The plan against measured values: parameters, bytes of state and checkpoints. Batches, refusals, output."""
+"""Tests of tools/plan.py, which estimates memory and time of a run, and refuses runs that can't fit."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value
     ("llama", dict(head_dim=24)), ("mistral", dict(tie_word_embeddings=True, head_dim=40)),
 ])
 def test_parameters_are_counted_exactly(family, more, tmp_path):
-    """A config.json file gives the parameters of the language model, and of the critic with a scalar head."""
+    """From config.json alone, the plan counts the parameters of the policy and of a critic (scalar head)."""
     config = AutoConfig.for_model(family, **DIMS | more)
     config.save_pretrained(tmp_path)
     shape = plan.read_shape(str(tmp_path))
@@ -54,7 +54,7 @@ def test_qwen25_7b_has_7_615_616_512_parameters():
             "qwen2", num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
             intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False))
     assert known.policy_params == 7_615_616_512 == sum(p.numel() for p in real.parameters())
-    # Their model cards say 0.49, 1.54, 32.8 and 8.03 billion.
+    # The model cards of the other models say 0.49, 1.54, 32.8 and 8.03 billion.
     assert {k: round(s.policy_params / 1e7) for k, s in plan.KNOWN.items() if k not in ("7b", "tiny")} == {
         "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
 
@@ -68,8 +68,8 @@ def bytes_of(t: torch.Tensor) -> int:
 
 
 def updated(cfg) -> dict[str, int]:
-    """Updates policy and critic and saves a checkpoint. Returns this rank's bytes of weights, gradients and
-    moments."""
+    """Updates policy and critic and saves a checkpoint. Returns the bytes of weights, gradients and optimizer
+    state on this rank."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
@@ -121,7 +121,8 @@ def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **mor
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
-    """Returns, by phase, each item's largest value within the phase, and "total": the phase's peak."""
+    """Returns phase -> item of memory -> its largest number of bytes in this phase. The item "total" is the
+    phase's peak."""
     most = defaultdict(Counter)
     for phase, usage in plan.memory(c):
         most[phase] |= Counter(usage)
@@ -129,7 +130,7 @@ def memory(c: plan.Case) -> dict[str, Counter]:
 
 
 def test_memory_of_a_7b_by_hand():
-    """One of 32 GPUs: sharded state, the engine's share from the flag, 56 KiB of cache per token."""
+    """Compares the plan of one of 32 GPUs with numbers by hand, such as 56 KiB of KV cache per token."""
     c = case("orz-7b", "--layout", "production", world=32)
     use, n, trained = memory(c), 7_615_616_512, 7_615_616_512 + 7_070_622_720
     assert use["policy"]["weights"] == use["policy"]["gradients"] == use["policy"]["AdamW"] / 2 == 4 * n / 32
@@ -158,12 +159,12 @@ def test_any_engine_but_torchs_is_counted_like_vllm():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """vLLM keeps 0.5 GiB of a GPU while it sleeps and in a sync. In a sync, engines/vllm_engine.py copies a
-    tied embedding. If vLLM pads rows to a multiple of 64 on each rank, it copies embedding and head."""
+    """vLLM holds 0.5 GiB of a GPU while it sleeps and while it loads new weights (sync). In a sync,
+    engines/vllm_engine.py copies a tied embedding, or embedding and head if vLLM pads the vocabulary."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
-    assert asleep["rollout"]["sleeping engine"] == 0  # its share of the GPU has it
+    assert asleep["rollout"]["sleeping engine"] == 0  # part of --engine_share in this phase
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
         sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
@@ -171,7 +172,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():
-    """A small critic beside a 7B policy has its own parameters, no logits, fewer bytes and fewer seconds."""
+    """The plan counts a 0.5B critic beside a 7B policy with its own parameters, bytes and seconds."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
                    for critic in (seven, half))
@@ -183,8 +184,8 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """A forward pass costs 2 FLOP per multiplication of every linear layer and of causal attention's two
-    products. The function accepts numbers or arrays."""
+    """A forward pass costs 2 FLOP per multiplication, in all linear layers and in the two products of causal
+    attention. The function takes numbers or arrays."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
@@ -192,11 +193,12 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
     assert plan.forward_flops(params, layers, heads * head_dim, 8, 34) == flops.sum()
 
 
-# --- what is recomputed
+# --- number of recomputed layers (--recompute)
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns an update's largest total for each choice of recomputed layers, from much memory to little."""
+    """Returns number of recomputed layers -> peak bytes of an update of the model `name`. None: nothing is
+    recomputed. The numbers ascend, so the peaks should fall."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -207,8 +209,8 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """Each further recomputed layer saves memory, except the last layer, which runs at the peak. If no choice
-    leaves 8 % free, all layers are recomputed."""
+    """Each further recomputed layer saves memory, except the last one: the peak is in the last layer. If no
+    number of layers leaves 8 % free, all layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, whole in c.recompute.items():
         of = peaks(c, name)
@@ -224,7 +226,7 @@ def test_orz_7b_recomputes_no_product_on_32_gpus():
 
 
 def test_on_a_cpu_auto_counts_the_machines_memory():
-    """Ranks share the machine's memory. If the size is unknown, nothing is recomputed."""
+    """On a CPU the ranks share the machine's memory. If its size is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
     c = plan.Case(cfg, 2, [shape, shape], None, local=2)
@@ -244,7 +246,8 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
-    """Planned peaks of every phase, against the peaks counted by bench/nullgpu/memory.py's stub device."""
+    """Compares the planned peak of every phase with the peak on bench/nullgpu's stand-in for a GPU. It counts
+    the memory that a run allocates (bench/results/nullgpu-memory.json)."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
@@ -279,8 +282,8 @@ def test_seconds_scale_as_their_formulas_do():
     assert h100["critic"] == pytest.approx(3 * h100["values"])  # backward costs two forward passes
     assert a100["policy"] == pytest.approx(h100["policy"] * 989 / 312)
     assert phases(world=64)["policy"] == pytest.approx(h100["policy"] / 2)
-    assert h100["policy"] > 8 * 7.6e9 * 8192 * 2256 / 32 / 989e12  # all ranks at their peak
-    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # the longest response alone
+    assert h100["policy"] > 8 * 7.6e9 * 8192 * 2256 / 32 / 989e12  # the time at the GPUs' peak FLOP/s
+    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # the time to read the weights for 8,000 tokens
     assert h100["step"] == pytest.approx(sum(v for k, v in h100.items() if k != "step"))
     assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
 
@@ -328,8 +331,8 @@ def test_a_machine_with_too_little_memory_is_refused():
 
 
 def command(*argv: str) -> subprocess.CompletedProcess:
-    """Runs `python -m tools.plan …`. The end of stderr says whether torch was loaded, and the processor
-    seconds."""
+    """Runs `python -m tools.plan …`. The last line of stderr has two words: whether torch was imported, and
+    the CPU seconds."""
     code = """if True:
         import resource, runpy, sys
         sys.path.insert(0, ".")
@@ -363,7 +366,7 @@ def said_by(*argv: str, monkeypatch, capsys) -> dict:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeypatch, capsys):
-    """The text contains every number of plan.json and --json. The report makes the text from plan.json."""
+    """The plan's text, which has at most 80 columns, contains every number of the --json output."""
     said = said_by(name, "--ranks", "8", monkeypatch=monkeypatch, capsys=capsys)
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
     lines = plan.as_text(said)
@@ -377,7 +380,8 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeyp
 
 
 def test_hours_are_those_of_all_steps():
-    """Responses have a quarter of the limit or the full limit. Memory items sum to the total."""
+    """A run's hours are its steps times the seconds of a step, for responses with a quarter of the length
+    limit or with the full limit. In a phase, the memory items sum to the total."""
     c = case("orz-7b", "--layout", "production", world=32)
     table = plan.plan_of(c)
     run, step = table["run"], table["estimated seconds"]["step"]

@@ -1,4 +1,4 @@
-"""Presets have their published numbers. Parts that only some recipes use equal naive references."""
+"""Tests that presets have the published settings, and of parts that only some recipes use."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# The numbers of Open-Reasoner-Zero's files, and what each paper changes, by preset.
+# Preset -> its settings. ORZ has the settings in Open-Reasoner-Zero's files. The others change some of them.
 ORZ = dict(
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -96,8 +96,8 @@ DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """Each preset has all numbers of its table. A layout sets the number of ranks. The debug layout also sets
-    ORZ's debugging batch, on ORZ's presets only."""
+    """Each preset has the settings of TABLE. Both layouts set the number of ranks. The layout debug also sets
+    ORZ's small batch for debugging, but only for the presets orz-*."""
     preset, want = PRESETS[name], TABLE[name]
     assert {k: getattr(preset, k) for k in want} == want
     production, debug = (parse([name, "--layout", layout]) for layout in ("production", "debug"))
@@ -107,7 +107,7 @@ def test_every_preset_is_its_recipe(name):
     assert {k: getattr(debug, k) for k in want} == want
 
 
-# What tells each preset from the others: fields, and values that would make it another algorithm.
+# Preset -> changes of its settings, each of which would make it another algorithm.
 TERMS = {
     "orz-7b-grpo": [dict(advantage="group_mean")],
     "dapo-7b": [dict(clip_high=0.2), dict(policy_updates=1), dict(overlong_buffer=0), dict(resample_rounds=0),
@@ -127,7 +127,7 @@ TERMS = {
 
 
 def analogue(name, base, folder):
-    """Returns the preset's algorithm for the tests' tiny model, with smaller rates, lengths and batch."""
+    """Returns the preset's algorithm with the lengths, batch and learning rates of the tests' tiny model."""
     preset = PRESETS[name]
     sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
         samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
@@ -145,7 +145,7 @@ def analogue(name, base, folder):
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
-    """Removing any distinguishing term of a preset changes its analogue's run."""
+    """Each change of TERMS changes the metrics of a short run with the preset's algorithm."""
     whole = analogue(name, base, tmp_path)
     changes = [{k: (v if k != "reward" else (f"{tmp_path}/some.py:{v[0]}",)) for k, v in term.items()}
                for term in TERMS[name]]
@@ -161,9 +161,9 @@ def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 0.3),
                                                    ("rlvr-8b", "rlvr", 12, 0.15)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    """A tiny chat model that answers in the recipe's format, often with a guess, learns to add. Prompt,
-    extractor, rewards and algorithm are the preset's; sizes and rates are the demo's. Over five seeds
-    accuracy rose by 0.49 ± 0.04 and 0.38 ± 0.08: a gain below `gain` has 1 chance in 1,000."""
+    """A tiny chat model that knows the recipe's format, but often guesses, learns to add. Prompt, extractor,
+    rewards and algorithm come from the preset, sizes and learning rates from tiny-ppo. Over five seeds the
+    accuracy rose by 0.49 ± 0.04 and 0.38 ± 0.08, so a rise below `gain` has a probability of 1 in 1,000."""
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
@@ -179,8 +179,8 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """One step with save and export, on GSM8K's rows as Parquet. The model has Qwen2.5-0.5B's shape, but two
-    layers, a smaller vocabulary and random weights. Memory stays below the plan's figure."""
+    """One step with save and export, on a Parquet file like GSM8K's. The model is a random Qwen2.5-0.5B with
+    only two layers and a smaller vocabulary. The host memory stays below the plan's estimate."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -191,7 +191,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
         [sys.executable, f"{ROOT}/train.py", "gsm8k-0.5b-1gpu", "--model", model, "--steps", "1", "--go",
          "--data", f"{tmp_path}/train.parquet", "--eval_every", "0", "--prompts_per_step", "2",
          "--samples_per_prompt", "3", "--max_response_len", "12", "--max_num_seqs", "8", "--keep_best", "",
-         "--entropy_coef", "0.01",  # a gradient although a random model is never right
+         "--entropy_coef", "0.01",  # makes a gradient, because all rewards of a random model are 0
          "--out", f"{tmp_path}/run", "--device", "cpu"],
         check=True, env=os.environ | keep_memory | {"OMP_NUM_THREADS": "2"})
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
@@ -207,7 +207,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
 
 
 class Canned:
-    """A stand-in for an engine that answers each prompt with the same text."""
+    """A stand-in for an engine. It gives the same response to every prompt."""
 
     def __init__(self, cfg):
         self.cfg, self.rank, self.ranks, self.engines = cfg, 0, 1, 1
@@ -221,15 +221,15 @@ class Canned:
 
 
 def graded(cfg, *problems):
-    """Returns one sample for each (gold answer, data set), with the response "so it is 12."."""
+    """Returns one graded sample for each problem (gold answer, data set). The response is "so it is 12."."""
     found = {i: data.Problem("?", (1,), gold, dataset=name) for i, (gold, name) in enumerate(problems)}
     with rollout.make_grader(cfg) as grader:
         return rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)[0]
 
 
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
-    """Rows name their data set. The data set's function replaces the comparison, and its extractor the usual
-    extractor. Rows that need a function are refused without one."""
+    """--reward and --extractor may name a reward function or an extractor for the rows of one data set. A row
+    of IFEval has no gold answer, so it is refused if its data set has no function."""
     (tmp_path / "mine.py").write_text("def follows(response, answer, kind):\n    return 0.25\n")
     cfg = dataclasses.replace(base, extractor=("boxed", "GSM8K=last_number"),
                               reward=("math=3", f"ifeval@{tmp_path}/mine.py:follows", "format"))
@@ -244,8 +244,8 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """reward/NAME is the mean of NAME's contribution to the score, over the samples that NAME graded. A
-    grader without samples is not logged."""
+    """The metric reward/NAME is the grader's mean contribution to the score, over the samples that the grader
+    NAME graded. A grader without samples has no metric."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -275,7 +275,8 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
     (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):
-    """Training or evaluation must have a grader's data set. A preset's own graders may wait for rows."""
+    """A grader or extractor for a data set is refused if no row of training or evaluation has this data set.
+    The extractors of a preset are always accepted."""
     cfg = dataclasses.replace(base, **change)
     sets = [[data.Problem("?", (1,), "2", dataset=name) for name in names]
             for names in (["GSM8K", ""], ["aime"])]
@@ -285,8 +286,8 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The error names the edited file. With the old text restored the run resumes. An environment's file
-    counts as a reward file."""
+    """A run can't be resumed if its reward file was edited: the error names the file. After the old text is
+    restored the run resumes. The file of --env counts as a reward file."""
     file, text = tmp_path / "mine.py", "def score(response, answer, kind):\n    return 1.0\n"
     cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
                               out=str(tmp_path / "run"))
@@ -328,7 +329,8 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """Open-R1's rewards look for <think> in the response. A length reward compares a prompt's samples."""
+    """The rewards `format` and `tags` need <think> in the response, so they are refused if the prompt ends
+    with <think>. The reward `length` is refused if a prompt has one sample."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -363,11 +365,11 @@ def test_a_cosine_falls_to_its_end_and_a_warm_up_may_be_a_share():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-# --- the numbers of an evaluation
+# --- metrics of an evaluation
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
-    """Metrics equal loops over random answers. pass@k is the mean over all subsets of k samples."""
+    """The value of each problem equals a naive loop. For pass@k it loops over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
@@ -389,14 +391,14 @@ def test_each_problem_has_its_own_value_of_each_metric():
 
 
 def gathered(samples, n):
-    """Returns gather_scores' result if each rank has every second problem."""
+    """Returns the result of gather_scores on ranks that each have a part of the problems."""
     world = dist.init("cpu", "float32")
     return rollout.gather_scores([s for s in samples if s.prompt_id % world.size == world.rank], n)
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """One model lacks every fourth problem. The paired error equals the formula and the bootstrap over
-    problems. The paired error is below the unpaired one, because hard problems are hard for both models."""
+    """In the second comparison one model lacks every fourth problem. The standard error of the differences
+    equals a bootstrap. It is small, because hard problems are hard for both models."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -415,8 +417,8 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
 
 
 def test_the_repeat_score_is_the_naive_score():
-    """The score is 2 Σ LCP / n(n+1) over sorted suffixes. Texts: random ones of two letters, periodic ones,
-    and non-ASCII."""
+    """The score of a text of n characters is 2 Σ LCP / (n (n + 1)). LCP is the length of the common prefix of
+    two neighbours among the sorted suffixes."""
     def naive(text):
         suffixes = sorted((text[i:] for i in range(len(text))), key=lambda s: [ord(c) for c in s])
         total = sum(len(os.path.commonprefix([a, b])) for a, b in itertools.pairwise(suffixes))
@@ -442,8 +444,8 @@ def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
 
 
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
-    """DAPO's penalty falls from 0 to -1 over the buffer and is part of the pack's rewards. A response
-    excluded from the loss counts nowhere."""
+    """DAPO's length penalty falls from 0 to -1 over the last --overlong_buffer tokens, and is added to the
+    reward. With --mask_truncated a truncated response is not in the loss."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
     shaped = rollout.shape_rewards(samples, cfg)
@@ -459,9 +461,8 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """A prompt's rewards can differ only if 3 divides its answer. Resampling replaces uniform prompts by
-    prompts with differing rewards, equally on one rank and two ranks. An alarm counts the uniform prompts
-    that remain."""
+    """With the reward `some` a prompt's rewards differ only if 3 divides its answer. Resampling replaces
+    uniform prompts, in the same way on one rank and on two. If uniform prompts remain, an alarm says so."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"
@@ -486,8 +487,8 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """The reference becomes the policy after each pass over the 40 problems (2 steps of 20), so the KL is 0
-    again. A run resumed in the second epoch equals the uninterrupted run, bit by bit."""
+    """After each epoch (40 problems, 2 steps) the reference gets the policy's weights, so the KL is 0 again.
+    A run that is resumed in the second epoch equals the uninterrupted run, bit by bit."""
     cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
                               critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
@@ -528,7 +529,7 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
 
 
 def test_the_command_line_has_models_then_data_then_flags():
-    """Models come before the first data file. A chat template removes ORZ's stop strings."""
+    """Arguments before the first data file are models. --template chat turns off the default stop strings."""
     def split(text):
         cfgs = eval_configs(text.split())
         return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0]
@@ -564,7 +565,7 @@ EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24"
 
 
 def outcome(argv) -> str:
-    """Returns the error message of an evaluation, or ""."""
+    """Runs an evaluation. Returns its error message, or ""."""
     try:
         main(argv)
     except (UserError, RuntimeError) as e:
@@ -573,9 +574,9 @@ def outcome(argv) -> str:
 
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monkeypatch, capfd):
-    """Scores of three models together on two ranks equal each model's scores alone on one rank, bit by bit.
-    Two models of one shape share an engine. The file has all samples. A folder with results is refused. The
-    last lines compare the models, in at most 80 columns."""
+    """The scores of three models, evaluated by one command on two ranks, equal the scores of each model alone
+    on one rank, bit by bit. The last lines of the output compare the models. A folder that already has
+    results is refused."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
@@ -618,7 +619,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
-    """More than 1 % of ungradable gold answers is refused, as in training. With --go it is a warning."""
+    """More than 1 % of the gold answers can't be graded. Without --go the evaluation is refused."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -631,8 +632,8 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """If the second model is too short, or vLLM can't run it beside the first, the start is refused. If the
-    second model lacks weights, its loading fails, and the first model's results stay."""
+    """The start is refused if the second model has too few positions, or if vLLM can't run both models in a
+    process. If the second model lacks weights, its loading fails, and the first model has results."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())
