@@ -220,8 +220,8 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """All rewards are 0, so every group is uniform, and the run would resample for ever. A signal ends the
-    resampling and the run. The run has trained nothing."""
+    """All rewards are 0, so every group is uniform, and the run would resample for ever. A signal ends it.
+    The run has trained nothing."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()

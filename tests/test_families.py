@@ -1,5 +1,4 @@
-"""Tests that models of every supported family compute what transformers computes, and that models which torz
-does not support are refused. families.py has the models and the comparisons."""
+"""Tests that models of every supported family equal transformers' models, and that others are refused."""
 
 import json
 import os

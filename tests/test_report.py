@@ -1,5 +1,4 @@
-"""The report escapes what models write and shows everything. It tells several runs apart. A mistake on the
-command line is one line."""
+"""Tests of tools/report.py: the HTML report of a run, the comparison of several runs, and their plots."""
 
 import dataclasses
 import json
@@ -20,8 +19,8 @@ from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, 
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """Returns a page's kinds of tags, the texts of its <pre>, and its whole text. Each < begins a tag,
-    because texts are escaped."""
+    """Returns a page's set of tags (with empty attributes), the texts of its <pre>, and its whole text. Every
+    < begins a tag, because the report escapes texts."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -32,7 +31,7 @@ EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &
 
 
 def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
-    """Returns a row of samples/ or eval/."""
+    """Returns a row as a run saves it in samples/ or eval/."""
     return dict(prompt_id=prompt_id, sample_id=sample_id, problem=f"<b>problem</b> {prompt_id}",
                 gold=f"gold<{prompt_id}>", response=text, answer="7<8" if right else None,
                 reward=float(right), reason="correct" if right else "unparsed", stopped=right, tokens=8,
@@ -41,7 +40,7 @@ def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a run's folder as Logger writes it: 24 steps, samples of hostile text, one alarm, a plan."""
+    """Returns the folder of a run as Logger writes it, with report.html. The samples contain HTML code."""
     out = tmp_path_factory.mktemp("runs") / "small<run>"
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)
@@ -83,7 +82,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
-    """The folder has only metrics.jsonl and samples/."""
+    """The run has samples of 30 steps with 48 samples each. The report shows at most 6 of the steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -144,19 +143,19 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     assert all(word in said for word in words), said
 
 
-# --- several seeds of one recipe
+# --- several runs of a recipe, which differ only in the seed
 
 
 def run_of(folder, seed, rows, **changes):
-    """Returns a run's folder with these metrics and a changed copy of the configuration PPO."""
+    """Writes `rows` and the config PPO with `changes` to a run's folder. Returns the folder."""
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
     return folder
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """A run given twice counts once. A run without config.json has no flags to compare, so it is a recipe of
-    its own."""
+    """A run that is given twice counts once. A run without config.json is a recipe of its own, because its
+    flags are unknown."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == {f"{ppo[0]} (2 seeds)": ppo, str(slow): [slow]}
@@ -165,7 +164,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """The band covers every step of any run. The mean is drawn only at steps that all runs have."""
+    """At each step a band shows the least and the largest value of the runs. A line shows the runs' mean at
+    the steps that all runs have."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -186,8 +186,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """One recipe: a panel per row of PANELS, a line per metric. Several: a panel per metric of COMPARED, a
-    line per recipe. All metrics of PANELS are in docs/metrics.md."""
+    """For one recipe, the plot has a panel for each row of PANELS, with a line for each metric. For several
+    recipes, it has a panel for each metric of COMPARED, with a line for each recipe."""
     drawn, draw = [], report._draw
     monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
     rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]
@@ -204,7 +204,7 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
 
 
 def test_no_legend_covers_data_and_no_word_is_cut():
-    """This also holds for eight phases, and for six recipes with long names."""
+    """Tests legends with eight phases, with long names of data sets, and with six long names of recipes."""
     curve = {step: 1.0 for step in range(3)}
     phases = [f"time/{name}" for name in "step rollout critic policy eval wait sync save".split()]
     sets = [f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16" for i in range(3)]

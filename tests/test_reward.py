@@ -1,8 +1,5 @@
-r"""Grading: only mathematically equal answers are equal, and no answer can harm the trainer.
-
-The tests start real servers and workers, and kill them. `test_equality` compares in this process, without a
-deadline.
-"""
+r"""Tests of grading: the Grader, which grades in processes of its own so that no answer can harm the trainer,
+and custom rewards. The tests start real processes and kill some. test_answers.py tests equality."""
 
 import json
 import os
@@ -57,7 +54,7 @@ def alive(pid: int) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the server has replied. The next request is then sent at once, in a chunk of its own."""
+    """Waits until the server has replied once. Then makes the Grader send the next request immediately."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
     grader._size = 1
@@ -71,17 +68,17 @@ def graded(grader: Grader) -> int:
 
 @pytest.fixture(scope="module")
 def grader():
-    """A shared Grader. At the end the fixture checks that the Grader left no file and no process."""
+    """Returns a Grader that tests share. At the end, checks that it leaves no open file and no process."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
-    assert len(os.listdir("/proc/self/fd")) <= handles  # garbage of other tests may go meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= handles  # fewer if files of other tests were closed
     assert children() == processes
 
 
 @pytest.fixture
 def custom(tmp_path):
-    """A function that writes a custom reward and returns its spec. Its server imports no math-verify."""
+    """Returns a function that writes a custom reward to a file and returns its spec (FILE.py:score)."""
     def write(body: str) -> str:
         path = tmp_path / "mine.py"
         path.write_text("import os, time\n\n\n" + textwrap.dedent(body))
@@ -94,12 +91,12 @@ def custom(tmp_path):
 @pytest.mark.parametrize(("text", "answer"), [
     (r"<answer>\boxed{5}</answer>", "5"), ("<answer>\n so \\boxed{\n5\n}\n</answer>", "5"),
     (r"<answer>\boxed{1}</answer><answer>\boxed{2}</answer>", "2"),
-    (r"<answer>\boxed{1}</answer><answer>none</answer>", "1"),  # not the last block: the last with a box
+    (r"<answer>\boxed{1}</answer><answer>none</answer>", "1"),  # the last block that has a box
     (r"<answer>\boxed{1} or \boxed{2}</answer>", "2"),
     (r"<answer>\boxed{\frac{1}{2}}</answer>", r"\frac{1}{2}"),
     (r"<answer>\boxed{\{1,2\}}</answer>", r"\{1,2\}"),
     (r"<answer>\boxed{\left\{x\right.}</answer>", r"\left\{x\right."),  # an escaped brace opens no group
-    (r"<answer>\boxed{1} \boxed{2</answer>", "1"),  # the last balanced one
+    (r"<answer>\boxed{1} \boxed{2</answer>", "1"),  # the last box with balanced braces
     (r"<answer>\boxed{7 \boxed{5}}</answer>", "5"), (r"<answer>} \boxed{5} {</answer>", "5"),
     (r"<answer>\\boxed{5}</answer>", "5"), (r"<answer>\boxed {5}</answer>", "5"),
     (r"<answer>\boxed{a\\{b}}</answer>", r"a\\{b}"), (r"<answer><answer>\boxed{5}</answer></answer>", "5"),
@@ -113,7 +110,7 @@ def test_the_last_box_of_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
-# --- Equality. test_answers has the pairs.
+# --- Equality by kind of answer. test_answers.py tests the kind math.
 
 
 def test_a_choice_is_one_letter():
@@ -137,7 +134,7 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """A gold answer equals itself and no other one of the set: 30 x 30 and 198 x 198 pairs."""
+    """In an evaluation set a gold answer equals itself, and no different gold answer of the set."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -148,7 +145,7 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- The Grader.
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """One worker works for 3 s in total. Each answer takes 0.25 s, far below the limit of 2 s."""
+    """One worker grades 12 answers in 3 s. The limit of 2 s counts only the 0.25 s of each answer."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -159,10 +156,10 @@ def test_waiting_in_the_queue_does_not_count(custom):
 
 def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
     before = grader._count
-    grader._size = 16  # so that none is sent before all are submitted
+    grader._size = 16  # the Grader sends no request until 16 different ones wait
     for i in range(500):
         grader.submit(i, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
-    assert len(grader._pending) <= 1  # a fast worker may have answered already
+    assert len(grader._pending) <= 1  # 0 if the worker has already replied
     first = grader.results()
     grader.submit(0, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
     assert not grader._pending  # the grade came from the cache
@@ -177,7 +174,7 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("long", boxed("1" * (worker.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
     grader.submit("timeout", boxed("9^{9^{9^9}}"), "5", True)
-    grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer is our mistake
+    grader.submit("error", boxed("x+1"), "$ $", True)  # the gold answer is unreadable
     grades = grader.results()
     assert grades.pop("long").reason == "unparsed"
     assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in worker.REASONS}
@@ -205,7 +202,7 @@ def hostile() -> list[str]:
 
 
 def test_hostile_answers_end_within_the_deadline():
-    """Each grade is timeout, unparsed or wrong. Afterwards the Grader still works."""
+    """Each hostile answer gets the grade timeout, unparsed or wrong. Afterwards the Grader still works."""
     cases = hostile()
     assert len(cases) == len(set(cases)) == 200
     with Grader(workers=2, deadline=0.4) as grader:
@@ -241,7 +238,7 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """The function gets the whole response. An exception, print or exit fails only that one answer. An error
+    """The function gets the whole response. An exception or exit fails only the current answer. An error text
     of several lines becomes one line, because an alarm is one line."""
     spec = custom("""
         def score(response, answer, kind):
@@ -273,7 +270,7 @@ def test_custom_reward(custom):
     assert {r: grades[r].reason for r in want} == want
     rewards = {k: grades[k].reward for k in ("12345", "return True", "other kind", "big")}
     assert rewards == {"12345": 0.5, "return True": 1.0, "other kind": -1.0, "big": 10_000.0}
-    assert grades["cut"] == Grade(0.0, "truncated", None)  # without an answer, it doesn't vote
+    assert grades["cut"] == Grade(0.0, "truncated", None)  # no answer, so no vote in the metric maj@k
     assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
@@ -282,8 +279,8 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# What a reward file may import from its folder: a module, a package, a folder, a module at call time, and
-# names that torz has too.
+# A reward file (mine.py) and the modules beside it that it imports. Torz has modules of the same names
+# (configs.py, answers.py).
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -301,7 +298,7 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """Two folders have modules with the same names. One worker calls a function of each folder in turn."""
+    """Two folders have modules of the same names. One worker calls the reward of each folder in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -323,7 +320,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """Both libraries have lazy modules, which fail on attribute access. Even the first call works."""
+    """torch and transformers have lazy modules that fail on attribute access. Even the first call works."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -345,7 +342,7 @@ def test_a_custom_file_that_fails_to_import_is_an_error_that_names_it(custom, li
 
 
 def open_r1_format(text: str) -> float:
-    """Returns Open-R1's format reward by its regular expression, which may take quadratic time."""
+    """Returns the format reward as Open-R1 computes it: by a regular expression, in quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
     return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
 
@@ -385,11 +382,11 @@ def test_a_killed_worker_fails_only_its_answer(custom):
         server = grader._process.pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
-        time.sleep(0.5)  # until a worker has taken the answer
+        time.sleep(0.5)  # after this time a worker is grading the answer
         for i in range(20):
             grader.submit(i, "0.2", str(i), True, custom=spec)
         time.sleep(0.3)
-        for worker in children(server):  # one grades the victim, the other a short answer
+        for worker in children(server):  # one worker grades the victim, the other one a short answer
             os.kill(worker, signal.SIGKILL)
         grades = grader.results()
     assert grades["victim"].reason == "error" and "WorkerDied" in grader.errors
@@ -417,7 +414,7 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
         os.kill(grader._process.pid, signal.SIGKILL)
         assert [g.reason for g in grader.results().values()] == ["correct"] * 10
         assert wait_until(lambda: not any(map(alive, workers)))
-        os.kill(grader._process.pid, signal.SIGKILL)  # while idle: a new one grades the next answer
+        os.kill(grader._process.pid, signal.SIGKILL)  # kills the new server while it is idle
         grader.submit("next", "0", "", True, custom=spec)
         assert grader.results()["next"].reason == "correct"
 
@@ -431,7 +428,7 @@ def test_a_server_that_dies_twice_is_an_error(custom):
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
-    """A stopped server gets 10 MB, far more than its pipe holds."""
+    """The server is suspended. The trainer submits 10 MB, far more than the pipe to the server holds."""
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec], compares=False) as grader:
         assert ready(grader, spec)
@@ -446,8 +443,8 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """One worker is busy and one is idle. With `held`, another child of the trainer lives on and keeps the
-    server's stdin open."""
+    """The trainer is killed while one worker is busy and one is idle. held: another child of the trainer
+    lives on and keeps the server's stdin open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time
@@ -485,7 +482,7 @@ def test_ctrl_c_does_not_end_the_server(custom):
         assert grader.results()[0].reason == "correct"
 
 
-# --- The command line, and importing.
+# --- The command `python reward.py`, and the import of reward.py.
 
 def dry_run(tmp_path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess:
     path = tmp_path / "responses.jsonl"

@@ -1,4 +1,4 @@
-"""Every row is read right, or refused in one line with file and row. Files, templates, gold answers."""
+"""Tests of data: rows of many formats, files, chat templates, checks of gold answers, order and weights."""
 
 import json
 import random
@@ -30,11 +30,11 @@ Q = "1+1="
 
 
 def said(*turns: tuple[str, str]) -> str:
-    """Returns the turns as a JSON list."""
+    """Returns a conversation as JSON text. turns: (role, content)."""
     return json.dumps([{"role": role, "content": content} for role, content in turns])
 
 
-SHORT = {  # words that stand for long parts of the rows below
+SHORT = {  # word in the rows below -> text that `fill` puts in its place
     "USER": said(("user", Q)),
     "TALK": said(("system", "Be brief."), ("user", "0+1="), ("assistant", "1"), ("user", Q),
                  ("assistant", "2")),
@@ -51,13 +51,13 @@ SHORT = {  # words that stand for long parts of the rows below
 
 
 def fill(line: str) -> str:
-    """Returns the row with its long parts."""
+    """Returns the row with each word of SHORT replaced by its text."""
     return re.sub("|".join(sorted(SHORT, reverse=True)), lambda m: SHORT[m[0]], line)
 
 
 ABCD = f"{Q}\nA. 5\nB. 2\nC. 6\nD. 7"
 
-# A row -> its problem, gold answer and kind.
+# Row -> (problem, gold answer, kind of answer).
 READ = {
     '{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     # GSM8K
@@ -102,7 +102,7 @@ READ = {
     '{"prompt": "1+1=", "answer": "2", "choices": []}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "choices": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # what can't be seen, and a list of one as text (Skywork-OR1), is no part of an answer in mathematics
+    # For the kind math, invisible characters and a list around the answer (Skywork-OR1) are removed.
     r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
@@ -110,7 +110,7 @@ READ = {
     r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
-    # numbers, kinds
+    # numbers keep their text; kinds of answers
     '{"prompt": "1+1=", "answer": 1.10}': (Q, "1.10", "math"),
     '{"prompt": "1+1=", "answer": 1e3}': (Q, "1e3", "math"),
     '{"prompt": "1+1=", "answer": 0.30}': (Q, "0.30", "math"),
@@ -126,7 +126,7 @@ READ = {
     r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math"),
 }
 
-# A row that is refused -> words of the message.
+# Row that is refused -> words of the error message.
 REFUSED = {
     **{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     '{"prompt": "", "answer": "2"}': "no problem",
@@ -167,10 +167,10 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # an index is no answer to compare as text
+    # The answer is the index of a choice, but the row's kind compares texts.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
-    # lists and objects that were written to a table as text
+    # A list or an object of the row is stored as text.
     r'{"prompt": "[{\"role\": \"user\", \"content\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"messages": " [{\"from\": \"human\", \"value\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
@@ -186,7 +186,7 @@ def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    """Returns the demo's tokenizer with a chat template that shows all turns."""
+    """Returns a tokenizer with a chat template that writes all turns."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
@@ -207,7 +207,7 @@ def test_a_row_of_every_format_is_read(line, form, tmp_path):
 
 
 def write_parquet(path: Path, line: str) -> None:
-    """Write one row as Parquet. Skips rows that Parquet can't hold: lists, and numbers as text."""
+    """Writes one row as Parquet. Skips the test if Parquet can't hold the row, or its numbers as written."""
     row = json.loads(line) if "777" not in line else []
     if not isinstance(row, dict) or any(isinstance(v, list) and v and len({type(x) for x in v}) > 1
                                         for v in row.values()):
@@ -226,11 +226,11 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     with pytest.raises(UserError) as e:
         list(rows.problem_rows(str(path), "math"))
     message = str(e.value)
-    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")  # of the whole list
+    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")  # names no row
     assert message.startswith(str(path) if no_json else f"{path} row 2")
     assert "\n" not in message and len(message) < 500
     assert REFUSED[line] in message and "needed: " in message
-    message.encode()  # a lone surrogate would break the terminal
+    message.encode()  # fails if the message has a lone surrogate, which can't be printed
 
 
 @pytest.mark.parametrize("fields,dataset", [
@@ -253,8 +253,8 @@ def test_several_data_sets_of_a_row_are_refused(value):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """All rows share columns, so a missing field is null. Integers of a column with nulls may become floats.
-    Decimals keep their places."""
+    """All rows of a Parquet file have the same columns, so a missing field is null. In a column with nulls an
+    integer may be stored as a float; it is read as an integer. A decimal keeps its digits."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -288,9 +288,9 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
 @pytest.mark.parametrize("name,content,numbers", [
     ("d.jsonl", b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD, [1, 2]),
     ("d.json", b"\xef\xbb\xbf[" + GOOD + b"]", [1]),
-    ("d.jsonl", b"\n\n" + GOOD + b"\r\n\n" + GOOD + b"\n\n", [3, 5]),  # the number of a row is its line's
+    ("d.jsonl", b"\n\n" + GOOD + b"\r\n\n" + GOOD + b"\n\n", [3, 5]),  # a row's number is its line number
     ("d.json", b" \n [ " + GOOD + b" ,\n" + GOOD + b" ] \n", [1, 2]),
-    ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # lines, whatever the file is called
+    ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # JSON Lines, although the file's name ends in .json
     ("d.jsonl", '{"prompt": "a\u2028b", "answer": "\u00e9"}'.encode(), [1]),
     ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 is not UTF-8"),
     ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 is not UTF-8"),
@@ -315,7 +315,7 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
-    """The prompt drops the demonstration after the question."""
+    """The prompt has all turns up to the last question. It does not have the assistant's turn after it."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
     talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
@@ -333,7 +333,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
-LOSSY = {  # chat templates that are refused for a plain row with a --system_prompt, and why
+LOSSY = {  # chat template that is refused for a row with a --system_prompt -> words of the error
     "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "doesn't show the system turn",
     "{{ messages[0].content }}": "doesn't show the user turn",
     "{{ messages[-1].content[:9] }}": "doesn't show the system turn",
@@ -353,7 +353,7 @@ def test_a_chat_template_that_loses_a_turn_or_raises_is_one_line_with_file_and_r
     with pytest.raises(UserError, match=f"d.jsonl row 2: the chat template {LOSSY[template]}") as e:
         load(path, tokenizer, cfg)
     assert "\n" not in str(e.value) and "needed: " in str(e.value)
-    tokenizer.chat_template = TURNS  # spaces may be lost
+    tokenizer.chat_template = TURNS  # a template may remove spaces
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
 
 
@@ -364,7 +364,7 @@ def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
-    """The prompt does not contain the file's byte order mark."""
+    """A byte order mark at the start of a --template file is not part of the prompt."""
     path, template = tmp_path / "d.jsonl", tmp_path / "t.txt"
     path.write_bytes(GOOD)
     template.write_bytes("\ufeffQ: {problem}\r\nA:".encode())
@@ -378,8 +378,8 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """A model can't continue after the end token. Causes: a chat template without a place for the answer, or
-    a tokenizer that adds the token to every text."""
+    """A model can't continue after the end token. Here the chat template ends with this token, or the
+    tokenizer adds it to every text."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
     cfg = replace(CFG, template="chat" if "{" in template else template)
@@ -396,7 +396,7 @@ def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path
 
 
 def random_json(rng: random.Random, depth: int = 0):
-    """Returns a random JSON value, with the fields that rows have."""
+    """Returns a random JSON value with the field names that rows of data have."""
     words = ["1+1=", "2", "", " ", "A", "B", "x\ny", "\\boxed{2}", "\\boxed{", "#### 7", "user", "assistant",
              "system", "math", "choice", "é\u2028", "\ud800", "9" * 30]
     names = ["prompt", "problem", "question", "messages", "answer", "final_answer", "ground_truth",
@@ -415,7 +415,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
     rng, counts = random.Random(0), Counter()
     for i in range(30_000):
         value = random_json(rng)
-        if i % 2:  # nearly a row
+        if i % 2:  # makes a value that is nearly a valid row
             choices = rng.choice([["A", "2"], {"A": "x"}, random_json(rng, 3)])
             value = {rng.choice(["prompt", "problem"]): rng.choice([Q, "x\ny", random_json(rng, 3)]),
                      rng.choice(["answer", "solution"]): random_json(rng, 3),
@@ -440,7 +440,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def gold_rows(hopeless: int, count: int) -> str:
-    """Returns rows of JSON Lines. No answer can be right for the first `hopeless` rows."""
+    """Returns `count` rows as JSON Lines. The gold answers of the first `hopeless` rows can't be graded."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
     good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
@@ -450,15 +450,15 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function: ranks.gold_messages of a config, on one rank. All calls share a grader."""
+    """Returns a function: config -> ranks.gold_messages on one rank. All calls use the same grader."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         yield lambda cfg: ranks.gold_messages(cfg, tokenizer, grader, world)
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """Two ranks name the same file and row. Over 1 % is refused without --go. A custom reward is not checked.
-    Of many gold answers only a sample is checked."""
+    """Without --go a start is refused if more than 1 % of the gold answers can't be graded. All ranks name
+    the same rows. A custom reward needs no check. Of many gold answers a random sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -478,8 +478,8 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """Bad gold answers of an evaluation set give a warning only. A comparison after a custom reward also
-    needs gold answers."""
+    """In an evaluation set, gold answers that can't be graded give only a warning. In training they are also
+    checked if `math` comes second, after a custom reward."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -496,7 +496,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """A resumed run of an earlier version draws the same prompts as with that version."""
+    """The numbers are those of an earlier version, so that a run of that version can be resumed."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -510,8 +510,8 @@ def test_order_and_batches_are_those_of_earlier_versions():
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """The data set chooses extractor and grader. Equal rows with different data sets or kinds are different
-    problems. A changed data set changes the fingerprint."""
+    """Equal rows with different data sets or kinds of answers are different problems. A changed data set
+    changes the fingerprint of the problems."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
@@ -532,8 +532,8 @@ def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
 
 
 def test_weights_are_each_files_own(tokenizer, tmp_path):
-    """Two files of one weight: each gives its share of every epoch, and new problems in the next epoch.
-    Replacements have the same shares."""
+    """With --data_weights, every epoch has each file's weight times its number of problems. With a weight
+    below 1 the problems change from epoch to epoch. Replacement prompts come in the same proportions."""
     files = write_files(tmp_path, 40, 8, 20)
     cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
     problems = data.load_problems(files, tokenizer, cfg, str)
@@ -582,7 +582,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """--max_model_len 20 leaves no room after 20 tokens. A longer evaluation limit leaves room."""
+    """--max_model_len 20 leaves no room after a prompt of 20 tokens. --eval_response_len 99 does."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

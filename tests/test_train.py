@@ -1,4 +1,4 @@
-"""Whole runs: repeated and on another number of ranks; custom rewards; hopeless starts."""
+"""Tests of whole runs: repeated, on another number of ranks, with custom rewards, refused at the start."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ def test_two_equal_runs_have_equal_bits(base, two_ranks, tmp_path):
 
 
 def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
-    """The first step has the same samples and losses, token for token. Later rewards are nearly equal."""
+    """Both runs have the same samples in the first step, token for token. Later rewards are nearly equal."""
     out, rows, _ = two_ranks
     others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"
@@ -29,7 +29,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The first grader is the reward. A part that raises gives 0; errors are counted by part."""
+    """The metric `reward` is the first grader's mean. A part that raises an error counts as 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
@@ -46,8 +46,8 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     (dict(reward=("math",)), ["all of the first 32 responses score 0", "needed: ", "--go"]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    """All responses are wrong, or most are truncated. The output shows three prompts and the grades. Both
-    ranks show the same message, which names the flag."""
+    """The run is refused if all first responses are wrong, or if most are truncated. The output shows three
+    prompts with their responses. Both ranks raise the same error."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)
     assert messages[0] == messages[1] and "\n" not in messages[0], messages

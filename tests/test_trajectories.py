@@ -1,5 +1,5 @@
-"""Rounds and carried trajectories (--round_len, --carry): no trajectory is lost or drawn twice, and each
-token has its weights' version, on any number of ranks and after any stop."""
+"""Tests of --round_len (sampling in rounds of N tokens) and --carry (unfinished trajectories continue in the
+next step). No trajectory is lost or sampled twice, on any number of ranks and after any stop."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ from log import read_metrics
 from rollout import moves
 
 PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
-BFLOAT16 = 2 ** -7  # exports are rounded to bfloat16, where rounding errors may become a whole unit
+BFLOAT16 = 2 ** -7  # tolerance for exported weights: one unit in the last place of bfloat16
 ANSWER = '''
 def answer(problem, text, turn):
     """A text of several tokens, twice."""
@@ -35,7 +35,7 @@ def answer(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def carrying(base):
-    """A config: rounds of 5 of at most 24 tokens; a step samples 1.5 times the prompts that it trains on."""
+    """Returns a config in which 1.5 times as many prompts are in progress as a step trains on."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
@@ -53,8 +53,8 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Returns this rank's samples of consecutive steps and the trajectories left after each step. Step i
-    samples with the weights of folders[i]."""
+    """Samples consecutive steps, step i with the weights of folders[i]. Returns for each step (prompt_ids of
+    the samples on all ranks, samples of this rank), and the trajectories that this rank carries after it."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -79,7 +79,7 @@ def content(samples) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Returns the weights of six steps: three random models in turn."""
+    """Returns the folders of the weights of six steps: three random models, each used twice."""
     root = tmp_path_factory.mktemp("versions")
     return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
 
@@ -90,8 +90,8 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Compared samples: each step trains on four whole prompts, with seven in progress. A prompt is trained
-    at most two steps after it began."""
+    """Each step has seven prompts in progress, and returns four of them with all their samples. A prompt is
+    returned at most two steps after the step in which it began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
@@ -106,7 +106,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """A step trains on the 12 oldest finished samples. None is lost or comes twice; the rest come later."""
+    """PPO does not compare a prompt's samples, so a step returns the 12 oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
@@ -127,7 +127,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Returns (prompt, sample) of the trajectories that this rank's engine starts in each round of a step."""
+    """Returns, for each round of a step, (prompt_id, sample_id) of the trajectories on this rank's engine."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
@@ -140,8 +140,8 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """A prompt's samples are spread over all ranks and stay there. Any number of ranks gives equal
-    results."""
+    """A step has one round, and each prompt's samples are spread over all ranks. The samples do not depend on
+    the number of ranks."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
@@ -159,8 +159,8 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob equals the trainer's with the weights of the token's step, within 1e-4 nats. Some
-    trajectories have tokens of three steps; only the last ones are fresh."""
+    """A token's log-prob equals the trainer's with the weights of the token's version, within 1e-4 nats. Some
+    trajectories have tokens of three versions. `fresh_tokens` are the tokens of the step's own version."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -182,12 +182,12 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
         assert all(steps[step][0] == chosen for steps, _ in parts)
         assert content(sum((steps[step][1] for steps, _ in parts), [])) == content(samples)
         assert content(sum((left[step] for _, left in parts), [])) == content(six_steps[1][step])
-    for steps, _ in parts:  # a prompt's samples are on one rank
+    for steps, _ in parts:  # all 3 samples of a prompt are on one rank
         assert all(set(Counter(s.prompt_id for s in samples).values()) <= {3} for _, samples in steps)
 
 
 def test_ranks_go_on_with_equally_many():
-    """Ranks' counts differ by at most one. No trajectory is lost, and as few as possible move."""
+    """After the moves, ranks differ by at most one trajectory. As few trajectories as possible move."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
@@ -210,7 +210,7 @@ def test_without_carry_rounds_change_neither_prompts_nor_versions(tiny):
 
 @pytest.mark.parametrize("round_len", [1, 3])
 def test_a_stop_string_that_a_round_cuts_ends_the_response(tiny, round_len):
-    """A response ends at the first of 676 stop strings, even if two rounds share the string."""
+    """A response ends at the first stop string, even if one round ends and the next begins inside it."""
     settings = dict(round_len=round_len, stop=PAIRS, prompts_per_step=8)
     samples = run_ranks(1, sampled, [tiny], settings)[0][0][0][1]
     tokenizer, ended = model.load_tokenizer(tiny), 0
@@ -240,7 +240,7 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
-    """The environment's texts stand where turns ended, wherever rounds end, on any number of ranks."""
+    """With --env and --round_len, the environment's texts come where turns end, not where rounds end."""
     (tmp_path / "env.py").write_text(ANSWER)
     settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
     one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]
@@ -260,8 +260,8 @@ def test_turns_and_rounds_go_together(tiny, tmp_path):
 
 
 def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
-    """The environment gives a reward after the first turn. The trajectory keeps the reward on other ranks and
-    in later steps."""
+    """The environment gives a reward after the first turn. The trajectory keeps it if it moves to another
+    rank or is carried to the next step."""
     (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
                                      "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
     settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)
@@ -308,13 +308,14 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
     assert max(row["staleness/max"] for row in rows[:-1]) > 0
     other_rows, other = run(carrying, tmp_path / "1", ranks=1)
     for a, b in zip(maths(rows), maths(other_rows), strict=True):
-        a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))  # of packs
+        # unique_share differs, because it depends on which samples share a pack.
+        a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
 
 
 def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """The checkpoint after step 2 has trajectories. The resumed run has the uninterrupted run's rewards."""
+    """The checkpoint has carried trajectories. The resumed run has the rewards of the uninterrupted run."""
     out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)

@@ -1,7 +1,6 @@
-"""Trajectories with turns: an environment (--env) answers, and only what the policy sampled is trained on.
+"""Tests of --env: an environment answers each turn of the policy. Only the policy's own tokens are trained.
 
-The references loop over the tokens of one sample at a time. They are written from the equations, not from
-the code under test.
+The references in the tests loop over the tokens of one sample at a time.
 """
 
 import dataclasses
@@ -98,12 +97,12 @@ def env(tmp_path_factory):
     return str(file)
 
 
-# --- what is trained on
+# --- the tokens that are trained
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
-    """Returns random samples, three a prompt. Texts of the environment lie between the segments, sometimes at
-    the end."""
+    """Returns random samples, three per prompt. In a response, tokens of the policy and tokens of an
+    environment alternate."""
     g, samples = np.random.default_rng(seed), []
     for i in range(count):
         prompt = tuple(g.integers(3, 90, 4).tolist())
@@ -118,7 +117,7 @@ def with_gaps(seed: int, count: int = 12) -> list[Sample]:
 
 
 def steps_of(samples: list[Sample]) -> list[list[int]]:
-    """Returns, for each sample, the pack positions of its trained tokens."""
+    """Returns, for each sample, the indices of its trained tokens in the pack."""
     found, start = [], 0
     for s in samples:
         first = start + len(s.prompt)
@@ -131,9 +130,8 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """Mask, log-probs and advantages are nonzero on sampled tokens only; the environment's texts are input.
-    Positions count from each sample's start. A reward is on the sample's last token; ppo.gae moves it to the
-    last sampled one."""
+    """A pack has mask, log-probs and advantages only at sampled tokens. The environment's tokens are input
+    only. The reward is at a sample's last token; ppo.gae gives it to the last sampled token."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -151,7 +149,7 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples with their weights for --aggregation prompt, all in one minibatch."""
+    """Returns the samples of one minibatch with the weights of --aggregation prompt."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
@@ -159,7 +157,7 @@ def shares(samples: list[Sample]) -> list[Sample]:
 
 
 def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
-    """--aggregation prompt: the weights of a pack with all prompts sum to 1."""
+    """With --aggregation prompt, each of the 4 prompts has the weight 1/4, shared by its sampled tokens."""
     p = data.pack(run_ranks(1, shares, with_gaps(1))[0])
     prompts = np.repeat([i // 3 for i in range(12)], np.diff(p.cu_seqlens))
     for i in range(4):
@@ -181,7 +179,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 
 def replies(env: str, questions) -> tuple[list, dict]:
-    """Returns an environment's replies to a list of (problem, text, turn), and the errors."""
+    """Returns an environment's reply to each question (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
@@ -222,7 +220,7 @@ PROBLEMS = [f"{a}+{b}=" for a in (10, 11) for b in (12, 17)]
 
 
 def setup(tiny, env, **settings):
-    """Returns an engine for `tiny` and the problems. Random responses end at a letter."""
+    """Returns an engine, and prompt_id -> problem. Letters are stop strings, so random turns are short."""
     settings = dict(stop=tuple("abcdefghijklmnopqrstuvwxyz"), samples_per_prompt=3, max_response_len=60,
                     eval_samples=(2,), reward=("math",), device="cpu", grade_deadline=1.0) | settings
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, env=env, **settings)
@@ -232,7 +230,7 @@ def setup(tiny, env, **settings):
 
 
 def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
-    """Returns this rank's trajectories of a step, and the errors."""
+    """Returns this rank's trajectories of a step, and the Grader's errors."""
     engine, problems = setup(tiny, env, **settings)
     cfg, weights = engine.cfg, model.files_weights(tiny, torch.device("cpu"), torch.float32)
     if engine.ranks > 1:
@@ -263,8 +261,8 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first segment equals the response without an environment. Then come the tokens of the environment's
-    text and the policy's next segment."""
+    """The first turn equals the response without an environment. Then come the tokens of the environment's
+    text, and then the policy's next turn."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -286,7 +284,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """The environment gets the last segment without the end token and with the stop string."""
+    """The environment gets the text of the last turn only, with the stop string and without the end token."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -299,7 +297,7 @@ def test_the_environment_reads_the_last_segment_alone(tiny, env):
 
 
 def test_later_turns_have_their_own_randomness(tiny, env):
-    """No two turns share a random stream."""
+    """Every turn has its own random numbers, also in the rounds of --resample_rounds."""
     seen = []
 
     class Spy(TorchEngine):
@@ -311,7 +309,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     engine.__class__ = Spy
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        for round in ((), (2,), (3,), (4,)):  # of --resample_rounds
+        for round in ((), (2,), (3,), (4,)):  # random keys of the rounds of --resample_rounds
             rollout.rollout(engine, grader, problems, 3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
     assert len(seen) > 60 and len(set(seen)) == len(seen)
 
@@ -319,18 +317,21 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """A trajectory at the response limit or the model length is truncated. --max_turns also ends one."""
+    """The limits of response and model length hold for all turns together. --max_turns ends a trajectory
+    without truncating it."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
     assert max(s.turns for s in samples) == turns
     for s in samples:
-        assert s.turns == turns if s.stopped else len(s.ids) >= most - 1  # 1 token may be left for a text
+        # If the environment's text would use the last free token, it is left out and this token stays free.
+        assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
 
 
 def test_the_environments_reward_is_the_trajectorys(tiny, env):
-    """The environment's last reward replaces the first grader's. The reward's sign gives the reason."""
+    """The last reward of the environment replaces the reward of the grader. A positive reward has the reason
+    "correct", a negative one "wrong"."""
     samples, _ = sampled(tiny, f"{env}:paid")
     seen = {(s.turns, s.stopped): (s.reward, s.reason) for s in samples}
     assert seen[2, True] == (-3.0, "wrong") and "left out" not in "".join(s.text for s in samples)
@@ -340,7 +341,7 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 @pytest.mark.parametrize(("name", "reason"), [("hangs", "timeout"), ("floods", "error")])
 def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
-    """The trajectory keeps the tokens sampled so far. Its reward is 0, and the reason is counted."""
+    """If the environment fails, the trajectory keeps its tokens, its reward is 0, and a metric counts it."""
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
@@ -354,7 +355,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns score_sets' result for the problems as a held-out set."""
+    """Returns the result of score_sets, with the problems as an evaluation set."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
@@ -363,7 +364,7 @@ def evaluated(tiny, env) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """Saved rows show the turns if there are several."""
+    """A saved row has the field `turns` only if its trajectory has several turns."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
     assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
@@ -378,7 +379,7 @@ def test_evaluation_uses_the_environment(tiny, env):
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
-    """The model can guess a sum of two 4-digit numbers or call the calculator. Right answers are rewarded."""
+    """To add two 4-digit numbers, the model can guess or call the calculator. It learns to call it."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15
