@@ -582,7 +582,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """--max_model_len 20 leaves no room after a prompt of 20 tokens. --eval_response_len 99 does."""
+    """A prompt of 20 tokens is dropped with --max_model_len 20, and kept with --eval_response_len 99."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
