@@ -1,6 +1,6 @@
-"""The base class of the engines. It says what an engine must do, and has the code that all engines share.
+"""The base class of the engines: the methods that an engine must have, and the code that all engines share.
 
-An engine samples responses with the policy's weights. The engine holds weights only inside `awake`:
+An engine samples responses with the policy's weights. It holds the weights only inside `awake`:
 
     with engine.awake(full_weights(policy), version=step):
         for sample in engine.generate(requests, limits, temperature, key, version=step):
@@ -44,23 +44,23 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records memory use at each stage of an engine's last `awake`, in GiB. Also records the residual: the
-    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, because
-    the first reading must not include the engine.
+    """Records memory use in GiB: at each stage of an engine's last `awake`, and the residual, which is the
+    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, so that
+    the first reading does not include the engine.
 
-    On a GPU, memory use is the memory that all processes use there. On a CPU, it is the host memory that this
-    process uses. torch's memory statistics are not used, because they also count the tensors of a sleeping
-    engine. These tensors use no memory."""
+    On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
+    torch's memory statistics would be wrong: they count the tensors of a sleeping engine, whose memory is
+    free."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
-        # stage -> GiB in use, and seconds since the previous reading
+        # stage -> (GiB in use, seconds since the previous reading)
         self.readings: dict[str, tuple[float, float]] = {}
         self.mark("before")
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
-        """Record memory use at the end of `stage`. Waits for the device."""
+        """Record memory use at the end of `stage`. First waits until the device has finished its work."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -68,21 +68,21 @@ class MemoryLedger:
             held = total - free
         elif statm.is_file():
             held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        else:  # outside Linux only the process's peak is known
+        else:  # not Linux: only the process's peak is known
             held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         before, self.time = self.time, time.perf_counter()
         self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
-        """Start the readings of an `awake`: free torch's cached memory, then record the trainer's memory
-        use."""
+        """Start the readings of an `awake`. The first reading is the trainer's memory, without
+        memory that torch has only cached."""
         free_cache(self.device)
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """End the readings of an `awake`, after the engine fell asleep. Add to the residual the memory in use
-        now, minus the memory in use at the first reading."""
+        """Take the last reading of an `awake`, while the engine sleeps. Add the last reading minus the first
+        reading to the residual."""
         before, _ = next(iter(self.readings.values()))
         free_cache(self.device)
         self.mark("asleep")
@@ -108,7 +108,7 @@ def free_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# --- the contract
+# --- the base class
 
 
 class Engine(abc.ABC):
@@ -131,12 +131,12 @@ class Engine(abc.ABC):
         self.engines = self.ranks // cfg.tp
         self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
-    # The methods that a subclass defines:
+    # Methods that a subclass defines:
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
-        """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy a
-        tensor before you take the next one, because its memory may be freed then."""
+        """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy
+        each tensor before you take the next one, which may free the tensor's memory."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
@@ -157,7 +157,7 @@ class Engine(abc.ABC):
     def unload(self) -> None:  # noqa: B027  not abstract, because some engines have nothing to free
         """Free memory at the end of `awake`."""
 
-    # The methods that the trainer calls:
+    # Methods that the trainer calls:
 
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
@@ -173,12 +173,12 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.checked_weights(weights)
                 self.load(stream)
-                for name, _ in stream:  # runs the stream to its end, where it checks for missing weights
+                for name, _ in stream:  # at its end, the stream checks for missing weights
                     raise RuntimeError(f"the engine did not take {name}")
                 self.ledger.mark("awake")
             yield self
         except BaseException:
-            with contextlib.suppress(Exception):  # an error of _sleep must not hide the first error
+            with contextlib.suppress(Exception):  # raise the first error, not one of _sleep
                 self._sleep()
             raise
         else:
@@ -192,7 +192,7 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """Returns a list with the object x of each rank of this engine. With --tp, an engine has several
+        """Returns the objects x of all ranks of this engine, as a list. With --tp, an engine has several
         ranks."""
         return dist.gather(x, self.group) if self.group else [x]
 
@@ -247,7 +247,7 @@ class Engine(abc.ABC):
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens. The tokenizer, the model config and the generation config may name
-    different ones. If one were missing here, the engine would sample on after it, up to the length limit."""
+    different EOS tokens, and sampling must end at each of them."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     if (Path(path) / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -264,8 +264,8 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before` and
         end in `after`. Only the first `window` tokens of `after` are searched.
     stop: the stop strings."""
-    # A token has at least one byte, so the longest stop string fits into this number of tokens. The 8 extra
-    # tokens are for characters that the window cuts. A character has up to four bytes.
+    # Number of tokens. Every stop string fits, because a token has at least one byte. The 8 extra tokens are
+    # for characters of several bytes (up to 4) at both ends of the window.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 
@@ -276,7 +276,7 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     if not stop:
         return 0
     previous, whole = count(0), count(len(after))
-    # The counts are nearly always equal: no stop string ends in `after`, and the loop has no iterations.
+    # Usually no stop string ends in `after`. Then the counts are equal, and the loop is skipped.
     for i in range(1, len(after) + 1) if whole != previous else ():
         now = whole if i == len(after) else count(i)
         if any(map(operator.gt, now, previous)):

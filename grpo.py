@@ -3,7 +3,7 @@
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
 REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
-An algorithm is a combination of three choices, which the presets in configs.py make:
+An algorithm is a combination of three choices. The presets in configs.py make these choices:
     --advantage    how rewards become advantages: `group_advantages`
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
@@ -16,8 +16,9 @@ Shapes (ppo.py explains packs, segments and updates):
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-Difference from Open-Reasoner-Zero: its GRPO is meant to divide by the group's standard deviation. Because of
-a mistake in operator precedence it does not, and computes "group_mean_whiten". GRPO is "group_mean_std" here.
+Difference from Open-Reasoner-Zero (ORZ): GRPO divides by the group's standard deviation, and is
+"group_mean_std" in this file. ORZ's code has a mistake in operator precedence, does not divide, and so
+computes "group_mean_whiten".
 """
 
 import torch
@@ -44,21 +45,20 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred * (n / (n - 1))
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # The mean of n equal floats can differ from them by a rounding error. So this line sets the zeros.
+    # If all rewards of a group are equal, a rounding error of the mean could make `centred` nonzero.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: true if the n rewards of a prompt differ. A prompt with equal rewards has no
+    """Returns (P,) bool: true if the n rewards of a prompt are not all equal. If they are, the prompt has no
     gradient (DAPO, eq. 11). rewards: (P, n)."""
     return (rewards != rewards[:, :1]).any(1)
 
 
 def batch_std(total: Tensor) -> float:
-    """Returns 1e-6 + the standard deviation of the step's advantages (ScaleRL, 2510.13786), whose mean
-    is 0.
+    """Returns 1e-6 + the standard deviation of a step's advantages, whose mean is 0 (ScaleRL, 2510.13786).
 
-    total (2,): the number of advantages and the sum of their squares, over the step's samples on all ranks.
+    total (2,): the number of advantages and the sum of their squares, over all ranks.
     """
     count, squares = total.tolist()
     return (squares / max(count, 1)) ** 0.5 + 1e-6
@@ -74,15 +74,13 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
                   max_len: int, prompt_share: Tensor | None = None) -> Tensor:
     """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
-    tokens, responses: number of response tokens and number of responses of the whole update (all packs and
-        ranks).
-    prompt_share (T,): used by "prompt" alone. It is 1 / (response tokens of the token's prompt in the update
-        × prompts of the update).
+    tokens, responses: number of response tokens and number of responses of the update, over all ranks.
+    prompt_share (T,): needed only for "prompt": 1 / (response tokens of this token's prompt in the update ×
+        number of prompts in the update).
     aggregation:
         "token"     mean over all response tokens
         "response"  mean over the tokens of each response, then mean over responses
-        "max_len"   sum over tokens / (responses × max_len). The weight of a token does not depend on the
-                    length of its response (Dr. GRPO).
+        "max_len"   sum over tokens / (responses × max_len), so every token has the same weight (Dr. GRPO)
         "prompt"    mean over the tokens of all responses of a prompt, then mean over prompts (ScaleRL)
     Raises ValueError for another aggregation.
     """
@@ -104,13 +102,13 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     number of clipped tokens.
 
     weights (T,): from `token_weights`.
-    weight (T,): factor on each token's loss, without gradient; None: 1. It corrects for the difference
-        between the engine's log-probs and the trainer's.
+    weight (T,): importance weight of each token, without gradient, to correct for the difference between the
+        log-probs of engine and trainer; None: 1.
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
-        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio has no gradient, so a clipped
-                    token still has one (CISPO, eq. 4).
+        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio is detached. The gradient comes
+                    from logp, also for clipped tokens (CISPO, eq. 4).
     Raises ValueError for another ratio.
     """
     log_ratio = torch.where(mask, logp - old_logp, 0)
@@ -134,5 +132,5 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
     """Returns (T,): for each token, the sum of x (T,) over all tokens of the same segment."""
-    sums = torch.zeros_like(x).index_add(0, segment, x)  # T sums are enough: each segment has a token
+    sums = torch.zeros_like(x).index_add(0, segment, x)  # (T,) is enough: at most T segments
     return sums[segment]

@@ -2,7 +2,7 @@
 
 Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums the numerators and the
 denominators over the ranks, and then divides. So a metric is never a mean of means. On rank 0, the `Logger`
-writes the files in the run's folder. docs/metrics.md explains every metric. tools/report.py draws the plots.
+writes the files to the run's folder. docs/metrics.md explains every metric. tools/report.py draws the plots.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so that the host
-    never waits for the device when it adds a number. Every rank must add the same names, because `reduce`
-    sums all metrics in one collective. A rank without a value adds 0."""
+    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so the CPU adds a
+    number without waiting for the GPU. Every rank must add the same names, because `reduce` sums all metrics
+    in one collective. A rank without a value adds 0."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -46,7 +46,7 @@ class Meter:
     def _double(self, x):
         if isinstance(x, Tensor):
             return x.detach().to(self.device, torch.float64)
-        # Not torch.tensor(x): it would copy x from the host, and wait for the device.
+        # torch.full, because torch.tensor(x) would make the CPU wait for the GPU.
         return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
@@ -63,14 +63,14 @@ class Meter:
     def add_quantiles(self, name: str, x: Tensor) -> None:
         """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
 
-        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram of the values between
-        1e-9 and 100. Each factor of 10 has 100 bins, so the percentile is at most 2.4 % too high."""
+        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram from 1e-9 to 100 with
+        100 bins for each power of ten. It is at most 2.4 % too high."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
         bins = (100 * x.nan_to_num(100).clamp(1e-9, 100).log10() + 900).long()
         counts = torch.zeros(1101, dtype=torch.float64, device=self.device)
-        # Not torch.bincount, which would wait for the device.
+        # index_add, because torch.bincount would make the CPU wait for the GPU.
         self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
@@ -102,14 +102,14 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
                     turns: bool = False, per_prompt: int = 0) -> None:
-    """Add the metrics of the step's samples. Each metric is the mean of one list below, over all ranks.
+    """Add the metrics of the step's samples. Each metric is the mean of a list in the dict `metrics`.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id).
     parts: names of the reward parts.
-    turns: true if responses may have several turns (--env). Then response_len includes the environment's
-        tokens, and response_len/sampled does not.
-    per_prompt: number of samples of a prompt. With --carry a prompt may have fewer; the metrics pass@n and
-        uniform_groups leave such prompts out.
+    turns: true if responses may have several turns (--env). Then `response_len` includes the environment's
+        tokens, and `response_len/sampled` does not.
+    per_prompt: number of samples of a prompt. With --carry, a prompt may have fewer samples. `pass@n` and
+        `uniform_groups` leave out a prompt with fewer samples.
     """
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
@@ -125,12 +125,12 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.text) for s in samples],
-        "repetition": [repeat_score(group[0].text) for group in groups],  # one response a prompt: it is slow
+        "repetition": [repeat_score(group[0].text) for group in groups],  # slow, so one response per prompt
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # a sample lacks the part of a grader that grades another data set only
+    for part in parts:  # not every sample has every part: a grader may be for one data set only
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -150,10 +150,11 @@ def reflections(text: str) -> int:
 
 def repeat_score(text: str) -> float:
     """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1. Open-Reasoner-Zero logs the
-    same measure: 2 Σ LCP / n(n+1) for a text of n characters.
+    same measure.
 
-    To compute it, sort all suffixes of the text. LCP is the length of the longest common prefix of two
-    neighbouring suffixes. Prefix doubling sorts them in O(n log² n) (Manber and Myers 1990)."""
+    All suffixes of the text are sorted. LCP is the length of the longest common prefix of two neighbouring
+    suffixes. For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). Prefix doubling sorts the
+    suffixes in O(n log² n) (Manber and Myers 1990)."""
     if not text:
         return 0.0
     n = len(text)
@@ -165,7 +166,7 @@ def repeat_score(text: str) -> float:
         second_half = np.minimum(np.arange(n) + 2 ** (len(ranks) - 1), n)
         keys = rank * (n + 1) + ranks[-1][second_half]
     order = np.argsort(ranks[-1])[1:]
-    i, j = order[:-1], order[1:]  # neighbouring suffixes; the loop moves i and j past the common prefix
+    i, j = order[:-1], order[1:]  # starts of neighbouring suffixes; the loop skips their common prefix
     for k in reversed(range(len(ranks))):
         common = 2**k * (ranks[k][i] == ranks[k][j])
         i, j = i + common, j + common
@@ -182,11 +183,11 @@ STEP_LINE = {  # metric -> its format in the line that is printed after each ste
 class Logger:
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
-    `start` is the first step that will be logged. If the folder already has rows of this step or later ones,
-    they are moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. Raises UserError
-    if the folder can't be written to.
+    `start` is the first step that will be logged. Rows of step `start` or later, from an interrupted run, are
+    moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. Raises UserError if the
+    folder can't be written to.
 
-    Use it as `with logger:`. On exit it closes the files and tells the trackers whether the run failed.
+    Use a Logger as `with logger:`. The exit closes the files and tells the trackers whether the run failed.
     """
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str]) -> None:
@@ -204,7 +205,7 @@ class Logger:
         rows = read_metrics(out)
         self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
-        self.unwritten = []  # rows that are not yet written, because the disk was full
+        self.unwritten = []  # rows to write; they stay here while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []  # rows of the current step's samples, for the trackers
         self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
@@ -236,8 +237,8 @@ class Logger:
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors. Returns this path. In the file, the
-        first pack's field `tokens` is the tensor `0.tokens`."""
+        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors. Returns this path. Field
+        `tokens` of the first pack is the tensor `0.tokens` of the file, and so on."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         # clone(): save_file refuses tensors that share memory.
@@ -246,8 +247,8 @@ class Logger:
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print the metrics of a step. The row after the last training step has only metrics of the
-        evaluation."""
+        """Write and print the metrics of a step. After the last training step, one more row has the metrics
+        of the last evaluation."""
         if not self.main:
             return
         row = {"step": step, **metrics}
@@ -275,7 +276,7 @@ class Logger:
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # purge_step: TensorBoard hides what an interrupted run wrote for this step and later steps.
+                # With purge_step, TensorBoard hides what an interrupted run wrote for this and later steps.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
@@ -287,8 +288,8 @@ class Logger:
             self.writer = None  # a SummaryWriter can't be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
-        """Write the rows to OUT/{kind}/step_NNNNNN.jsonl. `kind` is "samples" or "eval". The method `step`
-        later sends the rows of kind "samples" to the trackers."""
+        """Write the rows to OUT/{kind}/step_NNNNNN.jsonl. `kind` is "samples" or "eval". Rows of kind
+        "samples" are also sent to the trackers, at the end of the step."""
         if not self.main:
             return
         if kind == "samples":
@@ -297,7 +298,7 @@ class Logger:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
-            # A response may have half of a surrogate pair, which UTF-8 can't encode. It is written as \udc80.
+            # A lone surrogate in a response can't be encoded in UTF-8. backslashreplace writes it as \udc80.
             path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
@@ -330,8 +331,8 @@ def _lines(rows):
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and later steps from the file NAME.jsonl to the end of NAME.old.jsonl. An
-    incomplete last line, left by a crash, is dropped. Raises OSError."""
+    """Move the rows of step `start` and later steps from the file NAME.jsonl to the end of NAME.old.jsonl.
+    Drop an incomplete last line, which a crash may leave. Raises OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -341,7 +342,7 @@ def _set_aside(path, start):
 
 
 def _append(path, row):
-    """Append the row as one line. Raises OSError if the disk is full; the file then has no part of the
+    """Append the row as one line. Raises OSError if the disk is full, after removing what was written of the
     line."""
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
@@ -357,19 +358,19 @@ def read_metrics(run: Path) -> list[dict]:
             for row in read_jsonl(run / "metrics.jsonl")]
 
 
-# --- trackers: services for experiment tracking, to which --track sends the metrics
+# --- trackers (--track)
 
 
 class Tracker:
     """Sends every row of metrics.jsonl once, in the order of the steps, to a service for experiment tracking.
 
-    A file in the run's folder stores two values: the id that the service uses for this run, and the next step
-    to send. So a resumed run continues under the same id, and first sends the rows that are missing there. If
-    a tracker raises an error, an alarm is logged, the tracker is switched off, and training goes on.
+    A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
+    keeps the id, and first sends the rows that the service does not have. If a tracker raises an error, an
+    alarm is logged, the tracker is switched off, and training goes on.
 
     To support another service, write a subclass like WandbTracker, and add it to TRACKERS and to
     configs.Tracker. The subclass defines:
-        start   start the run with the id self.state["id"] at the service, or continue it
+        start   start or continue, at the service, the run with the id self.state["id"]
         send    send one row
         finish  end the run
     """
@@ -386,8 +387,8 @@ class Tracker:
             self.step(row, [])
 
     def _attempt(self, action, *arguments):
-        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off. A
-        failing network or disk must not end the training run."""
+        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off: a
+        failing network must not end the training run."""
         try:
             action(*arguments)
         except Exception as e:
@@ -397,11 +398,11 @@ class Tracker:
                        "resumed run sends it the steps after this one")
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics, and its samples if they were saved. A step that was sent before a resume is
-        not sent again."""
+        """Send a step's metrics, and its samples if they were saved. A step that was sent before is not sent
+        again."""
         if row["step"] >= self.state["next_step"] and not self.failed:
-            # The next step is written before the row is sent. A crash between the two loses one row; the
-            # other order could send a row twice.
+            # Write the file first, then send. A crash between the two loses one row. In the other order, it
+            # would send a row twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
             self._attempt(self.send, row, samples)
@@ -421,10 +422,10 @@ class WandbTracker(Tracker):
         "WANDB_CONSOLE": "off",  # otherwise wandb captures stdout and breaks the progress bars
         "WANDB_QUIET": "true",
         "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise wandb waits without limit for a broken network
-        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses this much of its metrics
+        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses its last second
     }
     COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
-    SAMPLES = 512  # at most this number of samples is sent for each step
+    SAMPLES = 512  # largest number of samples to send for each step
 
     def start(self) -> None:
         """Start the run at wandb, or continue it."""
@@ -443,7 +444,7 @@ class WandbTracker(Tracker):
         if samples:
             table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        # commit=True: otherwise wandb sends the row only when it gets the next one.
+        # commit=True sends the row now. Otherwise wandb would wait for the next row.
         self.run.log(values, step=row["step"], commit=True)
 
     def finish(self, run_failed: bool) -> None:

@@ -11,8 +11,8 @@ Shapes:
     values      (T,) values[t] is the critic's value of the state before token t
 Log-probabilities and KL are in nats.
 
-Each loss is a sum over tokens, divided by the number of response tokens of the whole update (all packs and
-ranks). The caller passes this number. So neither the packing nor the number of ranks changes a gradient.
+Each loss is a sum over tokens, divided by the number of response tokens in all packs of the update, on all
+ranks. The caller passes this number. So neither the packing nor the number of ranks changes a gradient.
 
 Difference from ORZ: ORZ takes the mean over the tokens of each pack, and then the mean over packs.
 """
@@ -39,16 +39,16 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`, counted within their segment. Other tokens are skipped. The
-    reward of a skipped token is added to the last time step before it in the same segment.
+    A time step t is a token in `mask`. Tokens outside `mask` are skipped. The reward of a skipped token is
+    added to the last time step before it in the same segment.
     """
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    # (T,) for each token: the index in `steps` of the last time step at or before the token
+    # (T,) for each token: the last time step up to this token, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # (T,) true if this time step is in the token's own segment. Otherwise the token's reward is dropped.
+    # (T,) true if this time step is in the token's segment. If false, the token's reward is dropped.
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
@@ -60,9 +60,9 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # A_t is the discounted sum of delta_t, delta_{t+1}, … up to the end of the segment. In the loop, adv_t is
-    # the sum of the first `reach` terms. adv_{t+reach} is the sum of the next `reach` terms. Adding the two
-    # sums doubles `reach`. So log2(number of time steps) iterations are enough.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. At the start of an iteration, adv_t
+    # is the sum of the first `reach` of these terms. The iteration adds the next `reach` terms, whose
+    # sum is in adv_{t+reach}. So log2(number of time steps) iterations are enough.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -73,7 +73,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     """Returns (3,) float64: count, sum and sum of squares of the values x (T,) where `mask` is true. To
-    whiten several packs or ranks together, sum their results."""
+    whiten several packs or ranks together, add up their stats."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
@@ -92,9 +92,10 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
 
-    logp (T,): log-probs of the policy, which must have sampled the tokens. ref (T,): log-probs of the
-    reference model. estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises
-    ValueError for another name.
+    logp (T,): log-probs of the policy. The policy must have sampled the tokens.
+    ref (T,): log-probs of the reference model.
+    estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
+        name.
     """
     d = logp - ref
     if estimator == "k1":
@@ -116,9 +117,9 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     The loss is summed over the tokens in `mask` and divided by `tokens`.
     tokens: number of response tokens of the whole update.
     old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
-        pass logp.detach(). Then the ratio is 1, and the gradient equals REINFORCE's.
-    weight (T,): factor on each token's loss, without gradient; None: 1. It corrects for the difference
-        between the engine's log-probs and the trainer's.
+        pass logp.detach(). The ratio is then 1, and the gradient is that of REINFORCE.
+    weight (T,): importance weight of each token, without gradient, to correct for the difference between the
+        log-probs of engine and trainer; None: 1.
     """
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
@@ -131,13 +132,12 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
-    """Returns a scalar: half the squared error (values - returns)², summed over the tokens in `mask` and
-    divided by `tokens`.
+    """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`.
 
     tokens: number of response tokens of the whole update.
     old_values (T,): the critic's values before the step's first update.
-    clip: if given, a value is also clipped to [old_value - clip, old_value + clip]. The token then counts the
-        larger of two squared errors: with the value, or with the clipped value (OpenAI baselines' ppo2).
+    clip: if given, the squared error is also computed with the value clipped to [old_value - clip, old_value
+        + clip], and the larger of the two errors counts (as in ppo2 of OpenAI's baselines).
     """
     loss = (values - returns) ** 2
     if clip is not None:

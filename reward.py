@@ -1,4 +1,4 @@
-r"""Rewards: reads the flag --reward, computes rewards for a response's format, and grades files as a test.
+r"""Reads the flag --reward, and computes rewards for a response's format. As a command, grades a file.
 
     python reward.py RESPONSES.jsonl --extractor boxed              # grade a file of responses
     with Grader(workers=2) as grader:                               # in a training loop
@@ -31,11 +31,11 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 class Term:
     """One term of --reward: a grader (`kind` or `custom` is set) or a part (neither is set)."""
 
-    name: str  # the metric reward/NAME has this name
+    name: str  # the NAME of the metric `reward/NAME`
     weight: float
-    kind: str = ""  # how the term compares answers: one of KINDS; "": it does not compare answers
+    kind: str = ""  # how to compare answers: one of KINDS; "": the term does not compare answers
     custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": none
-    dataset: str = ""  # the only data set whose responses the term grades; "": all data sets
+    dataset: str = ""  # the term grades only responses of this data set; "": all data sets
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
@@ -58,7 +58,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 def _term(spec, parts):
     """Returns the Term for one text of --reward, such as "math=2". Raises UserError."""
     full, equals, number = spec.rpartition("=")
-    if not equals or "/" in number or ":" in number:  # no weight; an = here is a part of a path
+    if not equals or "/" in number or ":" in number:  # no weight: the = is in a file path
         full, number = spec, "1"
     try:
         weight = float(number)
@@ -74,15 +74,15 @@ def _term(spec, parts):
             f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
     name = custom.rpartition(":")[2] or full
     if dataset:
-        name = dataset.replace("/", "-")  # in a metric's name, as in reward/NAME/failed, / separates levels
+        name = dataset.replace("/", "-")  # because a / in a metric's name starts a new level
     return Term(name, weight, custom=custom, dataset=dataset)
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns 1. the data set in lower case, or "" without one, 2.
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if there is none), and
     FILE.py:FUNCTION. Raises UserError if the text before @ is empty.
 
-    The data set ends at the first @; any later @ belongs to the path. A `spec` that starts with / or . is a
+    The data set ends at the first @. A later @ belongs to the path. A `spec` that starts with / or . is a
     path without a data set."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
@@ -93,7 +93,7 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared if the data row does not say how: the first of KINDS in --reward, or
+    """Returns the kind of comparison for data rows that name none: the first of KINDS in --reward, or
     "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
@@ -108,30 +108,30 @@ def think_then_answer(text: str) -> float:
 
 
 def tag_count(text: str) -> float:
-    """Returns 0.25 × the number of tags that occur exactly once, together with their line breaks (Open-R1's
-    tag count). The four tags are <think>, </think>, <answer> and </answer>."""
+    """Returns 0.25 for each of the tags <think>, </think>, <answer> and </answer> that occurs exactly once
+    with its line breaks (Open-R1's tag count)."""
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the share of the text's word n-grams that repeat an earlier n-gram, from 0 to 1. Open-R1's
-    repetition penalty is this share times -1."""
+    """Returns the share of the word n-grams of the text that already occurred earlier in it, from 0 to 1.
+    Open-R1's repetition penalty is this share times -1."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# --- the dry run
+# --- grading a file
 
 def _responses(path):
-    """Yields the rows of a file of responses. Adds the defaults of "stopped" and "kind". Raises UserError,
-    with the row's number, for a row that is not valid."""
+    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". Raises UserError for a
+    row that is not valid, with the row's number."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": "math", **row}
-        if "gold" in row:  # a row of a run's samples/ folder: its "answer" is the policy's extracted answer
+        if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)

@@ -1,5 +1,5 @@
-"""Samples and grades responses, for training and for evaluation. tools/evaluate.py is the command that
-evaluates a Hugging Face model folder with these functions.
+"""Samples and grades responses, for training and for evaluation. The command tools/evaluate.py uses these
+functions to evaluate a model folder in Hugging Face format.
 
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
@@ -44,9 +44,8 @@ from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_ans
 K = TypeVar("K")
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 OnResponse = Callable[[], bool]  # called when a response ends; returns True to abort sampling
-# Random streams. The `key` that seeds an engine has one of the first three numbers, so training, evaluation
-# and self-check draw different random numbers. From the second round of a rollout on (see Trajectories), the
-# key also ends in (ROUND, number of the round).
+# Numbers in the `key` that seeds an engine. TRAIN, EVAL or CHECK is in every key, so training, evaluation and
+# self-check draw different random numbers. In round r > 1 of a rollout, (ROUND, r) is added to the key.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
 
@@ -54,8 +53,8 @@ PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a promp
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's penalty (0 to -1) for each response near or at the length limit (arXiv 2503.14476, eq.
-    13). The limit is max_response_len tokens, or less if a long prompt leaves less room in model_len."""
+    """Returns DAPO's length penalty of each response, from -1 to 0 (arXiv 2503.14476, eq. 13). The length
+    limit is max_response_len tokens, or less if a long prompt leaves less room in model_len."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
@@ -77,9 +76,9 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-# Reward parts, by name. In training, the parts that are on are added to the grader's reward. A part is on if
-# --reward names it, or if its flag in BY_FLAG is given. Each function takes (samples of one prompt, config)
-# and returns one number for each sample. Each part has a metric reward/NAME.
+# Reward parts: name -> function(samples of one prompt, config), which returns one number for each sample.
+# Training adds a part to the grader's reward if --reward names the part, or if the part's flag in BY_FLAG is
+# given. The mean of a part is logged as the metric `reward/NAME`.
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.text) for s in group],
@@ -101,16 +100,16 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight, for each reward part that is on."""
+    """Returns name -> weight of the reward parts that this run uses."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that have a metric reward/NAME.
+    """Returns the names of the graders and reward parts that have a metric `reward/NAME`.
 
-    Usually the first grader is left out, because the metric `reward` is its mean. But if a data set has its
-    own grader, `reward` is a mean over different graders. Then the names of all graders are returned."""
+    Usually the first grader is not among them, because the metric `reward` is already its mean. But if a data
+    set has its own grader, `reward` mixes several graders. Then all graders are returned."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
@@ -130,7 +129,7 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, also sets
     in_loss to False for truncated samples. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:  # most presets: no sample changes
+    if not weights and not cfg.mask_truncated:  # the usual case: nothing to change
         return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
@@ -141,9 +140,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the graders for the responses of a data set. The first one gives the reward; the others are
-    added as reward parts. Graders for this data set alone come first, and replace the comparison of
-    answers."""
+    """Returns the graders for the responses of a data set. The first grader gives the reward. The others give
+    reward parts. If the data set has its own graders, they come first, and answers are not compared."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -161,11 +159,11 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a row's data set has no grader, or if --reward or --extractor names a data set that
-    no row belongs to. `sets`: the problems of the training data and of each evaluation set."""
+    """Raises UserError if a data set has no grader, or if no row belongs to a data set that --reward or
+    --extractor names. `sets`: the problems of the training data and of each evaluation set."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # A preset's extractors may name data sets that the user's files do not have; this is no mistake.
+    # Not an error: a preset names an extractor for a data set that the user does not have.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -182,8 +180,8 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. Its tokens
-    do not depend on the rank that samples it.
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. Any rank
+    would sample the same tokens for it.
 
     Sampling goes in rounds. A round samples each unfinished trajectory up to the end of its turn, or for
     `round_len` tokens. Without an environment (--env), a response has one turn. With --env, the policy's
@@ -211,7 +209,7 @@ class Trajectories:
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # here Sample.text lacks the text of the unfinished turn
+        self.open: dict[Key, Sample] = {}  # Sample.text does not yet have the text of the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -254,8 +252,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Append `segment` (a Sample with the tokens of this round) to its trajectory `before`. Returns True
-        if the trajectory's turn ended."""
+        """Append `segment`, a Sample with the tokens of this round, to the trajectory `before`. Returns True
+        if the turn ended in this round."""
         s = self._join(before, segment) if len(before.ids) else segment
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
@@ -269,18 +267,18 @@ class Trajectories:
         return True
 
     def _join(self, before, segment):
-        """Returns the trajectory `before` with `segment` appended. Its text includes the current turn."""
+        """Returns the trajectory `before` with the tokens and the text of `segment` appended."""
         turn, text = before.ids[before.turn_start:], segment.text
         if len(turn):  # the turn began in an earlier round
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # Decode the whole turn at once. The bytes of one character may be in two rounds.
+            # Decode the whole turn at once, because a character's bytes may come from two rounds.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put a trajectory into `complete`, and submit it to the graders of its data set. If the
+        """Put the trajectory `s` into `complete`, and submit it to the graders of its data set. If the
         environment failed, s.reason says why, and the reward will be 0."""
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
@@ -302,27 +300,27 @@ class Trajectories:
         `complete`. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
             return self._complete(replace(s, reason=reply.reason))
-        if reply.reward is not None:  # kept in the Sample, so that it moves with the trajectory
+        if reply.reward is not None:  # the environment set the reward
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # Three cases. 1. The text has more tokens than the response may still get: the environment failed.
+        # The environment's text is longer than the space that is left: the environment failed.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"and the response may have {left} more")
             return self._complete(replace(s, reason="error"))
-        # 2. The response may get no more tokens, or exactly those of the text. The policy could not reply to
-        # the text. So the text is not appended, and the trajectory ends as truncated.
+        # No space is left, or the text fills it exactly. The policy could not reply to the text. So the
+        # trajectory ends without the text, as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
-        # 3. After the text, the policy may still sample at least one token.
+        # The policy may sample at least one token after the text.
         self.open[key] = answered(s, reply.text, ids)
 
     def _left(self, s):
         """Returns the number of tokens that may still be appended to the trajectory. Prompt and response
-        together have at most cfg.model_len tokens. An evaluation with longer responses than in training has
-        the limit cfg.engine_len instead."""
+        together have at most cfg.model_len tokens, or cfg.engine_len tokens in an evaluation whose responses
+        may be longer than in training."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -330,8 +328,8 @@ class Trajectories:
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
 
-        The first grader gives the reward, unless the environment gave one or failed. The other graders'
-        grades are reward parts."""
+        The first grader gives the reward. Two exceptions: if the environment gave a reward, that reward is
+        used; if the environment failed, the reward is 0. The other graders give reward parts."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -358,8 +356,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     """Sample and grade `n` responses to each problem. Finished responses are graded while other responses are
     still sampled. A collective: every rank must call it, with the same `problems`. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: this rank's trajectories that are left for the next step. They are unfinished, or graded
-       and not in result 1.
+    2. with --carry: this rank's trajectories that are left for the next step, unfinished or graded. Graded
+       ones are left if the step has enough samples without them.
 
     problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
         (data.numbers_at).
@@ -368,20 +366,20 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     version: step of the engine's weights.
     on_response: called when a response ends, or when a turn ends with --env. If it returns True, sampling is
         aborted, and both results are empty.
-    carried: None in evaluation. In training: the trajectories that this rank carried over from the previous
-        step. Only training uses --round_len and --carry (see `sample_until_enough`)."""
+    carried: result 2 of the previous step; () without --carry; None in evaluation. Evaluation ignores
+        --round_len and --carry (see `sample_until_enough`)."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
     trajectories.add(carried or ())
-    # Temperature 0: all samples of a prompt would be equal. So one is sampled, and copied n times at the end.
+    # At temperature 0, all samples of a prompt are equal. So sample one, and copy it n times at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # A resumed run has the carried trajectories on other ranks than the uninterrupted run. After `move` both
-    # runs have them on the same ranks.
+    # After a resume, carried trajectories may be on other ranks than before. `move` puts each one on the same
+    # rank as in a run without interruption.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
@@ -401,15 +399,15 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
     or None if sampling was aborted. The result may have keys of samples on other ranks.
 
-    With --round_len, a round samples at most this number of tokens for each trajectory. After each round, all
-    ranks exchange their state and rebalance their open (unfinished) trajectories. Without --round_len, a
-    round is a whole turn, and trajectories stay on their rank. Then only the ranks of one engine exchange
-    their state, because they must sample the same number of rounds.
+    With --round_len, a round samples at most --round_len tokens for each trajectory. After each round, the
+    open (unfinished) trajectories are distributed over all ranks again.
+    Without --round_len, a round samples a whole turn, and trajectories stay on their rank. The ranks of one
+    engine exchange their state, so that they sample the same number of rounds.
 
     If `carries` is false, sampling ends when all trajectories are complete.
     If `carries` is true, sampling ends when two conditions hold:
-    1. cfg.samples_per_step trajectories are complete. The prompts that began first are taken. If the
-       advantage compares a prompt's samples, a prompt counts only if all its samples are complete.
+    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, only
+       prompts without an open trajectory count. Older prompts are used first.
     2. No open trajectory belongs to a prompt that began --max_staleness steps ago or earlier."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
@@ -459,7 +457,7 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
     After the moves, two ranks differ by at most one key. As few keys as possible move."""
     ranks, total = len(held), sum(map(len, held))
-    # If the ranks can't have equally many keys, the fullest ranks keep one more. So fewer keys move.
+    # If some ranks must have one key more than the others, choose the fullest ranks. Then fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -493,14 +491,14 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns pass@k: the probability that at least one of k samples is right, if the k samples are drawn
-    without replacement from n samples, of which `right` are right (arXiv 2107.03374, eq. 1)."""
+    """Returns pass@k (arXiv 2107.03374, eq. 1). Of n samples, `right` samples are right. pass@k is the
+    probability that at least one is right among k samples drawn from the n without replacement."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if the most frequent answer of one prompt's samples is right, else 0. If several answers are
-    the most frequent ones, returns the share of right answers among them. Samples without an answer are
+    """Returns 1 if the most frequent answer among a prompt's samples is right, else 0. If several answers tie
+    for the first place, returns the share of right answers among them. Samples without an answer are
     ignored."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
@@ -509,7 +507,7 @@ def majority(group: Sequence[Sample]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean of the values, or 0 if there are none. There are none if sampling was aborted."""
+    """Returns the mean of the values, or 0 for an empty list (sampling was aborted)."""
     return math.fsum(values) / max(len(values), 1)
 
 
@@ -532,8 +530,8 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Say) -> Sets:
-    """Returns name -> problems, for each file of --eval_data. `set_names` makes the names. Raises UserError
-    for the same mistakes as load_problems."""
+    """Returns name -> problems, for each file of --eval_data. The names come from `set_names`. Raises
+    UserError, see load_problems."""
     longer = cfg.eval_response_len > cfg.max_response_len  # evaluation allows longer responses than training
     longest = cfg.engine_len if longer else cfg.model_len
     return {name: load_problems([path], tokenizer, cfg, say, longest)
@@ -546,9 +544,9 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    The name is the file's name without its suffix. If another file has the same name, or if the name is a
-    usual name of a split (SPLITS), the name of the file's folder is put in front. If this is not enough, the
-    next folder up is put in front, too.
+    The short name is the file name without its suffix. If another file has the same
+    short name, or if the short name is that of a split, like "test" (SPLITS), the folder's name is put in
+    front. If that name is not unique, or starts with a split again, the next folder is put in front, too.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test
@@ -577,7 +575,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
     """Sample and grade the held-out problems of each evaluation set. Returns, on every rank, 1. the scores;
     2. one row for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
 
-    Every step uses the same random numbers. So evaluations of two steps differ only by the weights."""
+    Every step uses the same random numbers, so only the weights differ between the evaluations of two
+    steps."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -591,8 +590,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns the result of `accuracy` for the samples of all ranks. The values are in the order of the
-    problems, for any number of ranks. So the rounding of a mean does not depend on the number of ranks."""
+    """Returns the result of `accuracy` for the samples of all ranks. The values are always in the order of
+    the problems. So a mean of them has the same rounding for any number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))
@@ -605,7 +604,7 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """Returns a new engine for the model folder `path`: the one that --engine names. Raises UserError if this
+    """Returns a new engine for the model folder `path`. --engine names its kind. Raises UserError if this
     engine can't run the model on this device."""
     check_engine_flags(path, cfg, device)
     return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
@@ -628,8 +627,8 @@ def max_positions(config: Any) -> float:
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # Some configs have a separate RoPE for each type of layers (`others`). In these configs,
-    # max_position_embeddings is already the length after scaling.
+    # If a config has several RoPEs, one for each type of layer, max_position_embeddings is already the length
+    # after scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 

@@ -18,8 +18,7 @@ Three differences from Open-Reasoner-Zero:
 1. A loss is divided by the token count of the whole update over all ranks. So neither the number of ranks nor
    the packing changes a run.
 2. No sample is dropped or repeated.
-3. If the policy takes one update per step, the ratio is 1, and the forward pass for old log-probs is left
-   out.
+3. With one policy update per step, the ratio is always 1, and the forward pass for old log-probs is not run.
 """
 
 import gc
@@ -49,7 +48,7 @@ from configs import (
     user_errors,
 )
 
-if __name__ == "__main__":  # before `import torch`, so that --help and mistaken flags get a quick answer
+if __name__ == "__main__":  # before the slow `import torch`: --help and wrong flags get a quick answer
     with user_errors("train.py"):
         CONFIG = parse()
         check_trackers(CONFIG)
@@ -121,7 +120,7 @@ from rollout import (
 )
 from tools import plan, report
 
-SAVED_PROMPTS = 8  # --save_samples some writes the samples of the first 8 prompts of a step
+SAVED_PROMPTS = 8  # `--save_samples some` saves the samples of the first 8 prompts of a step
 Minibatches = list[list[Pack]]  # this rank's packs of one step: a list of packs for each minibatch
 
 
@@ -132,14 +131,14 @@ class Role:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer | None  # None for ref, which is not trained
-    skipped: int = 0  # number of the latest updates in a row that were skipped: their gradient was not finite
+    skipped: int = 0  # how many of the last updates in a row were skipped (gradient not finite)
 
 
 @dataclass
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is set, even if --epochs or --total_episodes was given
+    cfg: Config  # cfg.steps is set, also if --epochs or --total_episodes gives the length
     world: dist.World
     problems: list[Problem]
     held_out: Sets
@@ -150,7 +149,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # first step to run: the number of finished steps in the resumed checkpoint, or 0
-    carried: list[Sample]  # with --carry: this rank's trajectories that are left for the next step
+    carried: list[Sample]  # with --carry: this rank's trajectories to continue or use in the next step
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
@@ -179,7 +178,7 @@ def main(cfg: Config) -> None:
                 print(report.story(folder))
     finally:
         run.lock.release()
-        gc.unfreeze()  # undoes gc.freeze in `load`, so that a notebook can free the run
+        gc.unfreeze()  # undo the gc.freeze of `load`; otherwise a notebook could not free the run
 
 
 def train(run: Run) -> bool:
@@ -222,11 +221,10 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # With one update per step, the old policy is the current policy. Then policy_pack_loss uses its own
-    # log-probs as old log-probs, and this pass is not needed. But a KL term in the reward needs old log-probs
-    # before the update.
+    # Compute old log-probs only if they are needed here: for several updates per step, or for a KL term in
+    # the reward. Otherwise policy_pack_loss uses the current log-probs as old log-probs.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-        # No optimizer: this pass does not use the optimizer's state, so the state stays on the host.
+        # With optimizer=None, the optimizer's state stays on the host (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -245,8 +243,8 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a checkpoint after `step` finished steps, because a stop was requested. Returns False, which is
-    the result of `train` after a stop."""
+    """Save a checkpoint after `step` finished steps. Always returns False, the result of `train` if a stop
+    was requested."""
     run.saver.save(step, run.carried, wait=True)
     return False
 
@@ -276,7 +274,7 @@ def prepare(cfg: Config) -> Run:
     out, lock = preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
-    except UserError:  # in a notebook the process continues, and must not keep the lock
+    except UserError:  # a notebook process lives on, so release the lock
         lock.release()
         raise
 
@@ -316,13 +314,13 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         log.say(line)
     if found:
         log.say(f"resumed after {start} steps from {found}")
-    gc.freeze()  # otherwise every garbage collection scans the objects made so far, which takes 0.2 s
+    gc.freeze()  # without this, every garbage collection takes 0.2 s to scan the objects made so far
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
 
 
 def load_data(cfg: Config, say: Say) -> tuple[Any, list[Problem], Sets]:
-    """Returns 1. the tokenizer; 2. the problems of --data; 3. for each file of --eval_data: name -> problems.
+    """Returns 1. the tokenizer; 2. the problems of --data; 3. evaluation set -> problems, from --eval_data.
     Raises UserError if a file can't be read or does not fit the other flags."""
     tokenizer = load_tokenizer(cfg.model)
     check_critic(cfg, tokenizer)
@@ -361,8 +359,8 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 
 def resident(role: Role, world: dist.World):
-    """Returns a context manager. Inside it, the role's model and optimizer state are on the device. With
-    --offload they are on the host at all other times."""
+    """Returns a context manager. With --offload, the role's model and optimizer state are on the device only
+    inside this context manager. Without --offload, they are always on the device."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
@@ -404,12 +402,12 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int, meter: Meter,
                    arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """Does the sampling of `sample_step` with --carry. Samples responses to the step's new prompts, and
-    continues the trajectories that are left from the previous step. Returns the three results of
-    `sample_step`.
+    """The sampling of `sample_step` with --carry. Samples responses to the step's new prompts, and continues
+    the trajectories that are left from the previous step. Returns the same three results as `sample_step`.
 
-    The batch has the prompts whose samples `draw` returns, so it is known only after sampling. During
-    sampling, prompt_id is the prompt's number in the run (data.numbers_at)."""
+    `draw` decides which samples are used in this step. Their prompts form the batch. Before `draw`, the batch
+    is unknown, so prompt_id is the prompt's number in the run (data.numbers_at). After `draw`, prompt_id is
+    an index into the batch."""
     cfg = run.cfg
     carried = set(dist.gather_all(s.prompt_id for s in run.carried))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -457,8 +455,8 @@ def resample(run: Run, step: int, batch: list[Problem],
     uniform if all its samples have the same reward from the grader; reward parts do not count. Returns 1. the
     new batch; 2. this rank's samples of this batch.
 
-    A round replaces all prompts that are uniform then. There are at most --resample_rounds rounds. Prompts
-    that are uniform after the last round stay in the batch."""
+    There are at most --resample_rounds rounds. Each round replaces all prompts that are still uniform. A
+    prompt that is uniform after the last round stays in the batch."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples, cfg)
     for round in range(1, cfg.resample_rounds + 1):
@@ -480,8 +478,7 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
-    """Returns the prompt_ids of the uniform prompts of all ranks. A prompt is uniform if all its samples have
-    the same reward."""
+    """Returns the ids of the prompts, on any rank, whose samples all have the same reward."""
     differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
     prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
     return set(dist.gather_all(i for i, keep in zip(prompts, differ, strict=True) if not keep))
@@ -504,13 +501,13 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl. The flag --save_samples says which:
+    """Write samples to samples/step_NNNNNN.jsonl. The flag --save_samples selects the samples:
         all   all samples of every step
-        some  every --eval_every steps, the samples of the first SAVED_PROMPTS prompts
+        some  the samples of the first SAVED_PROMPTS prompts, every --eval_every steps (10 without evaluation)
         none  no samples
 
-    If the advantage compares the samples of a prompt, each row has the sample's advantage (before any
-    whitening over the step)."""
+    With GRPO, a row also has the sample's advantage, before whitening (not with --advantage return_whiten).
+    """
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -532,7 +529,7 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with their advantages from grpo.group_advantages. All samples of a prompt must be
-    on the same rank. With --drop_uniform, a prompt whose samples all have the same score does not enter the
+    on the same rank. With --drop_uniform, a prompt whose samples all have the same score is left out of the
     loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
@@ -553,8 +550,9 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 
     Adds three metrics:
         tokens        number of tokens of all samples
-        unique_share  share of these tokens that the model computes; a pack computes a shared prefix only once
-        flops         FLOP of the step's training, without recomputed activations; it is logged as tflops"""
+        unique_share  share of `tokens` that the model computes; a pack computes a shared prefix only once
+        flops         estimated FLOP of the updates, without recomputation. step_metrics makes `tflops` of it.
+    """
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -568,8 +566,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # An update costs three forward passes, because a backward pass costs two. The critic runs one more
-    # forward pass, for the values.
+    # A backward pass costs as much as two forward passes, so training on a pack costs three. The critic also
+    # runs one forward pass to compute the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -583,20 +581,20 @@ def number_samples(samples: list[Sample], n_prompts: int,
     3. lengths (S,): lengths[i] is the length of sample number i, in tokens.
 
     n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
-    # A sample's place is the number that it would have if no sample were missing.
+    # places: the numbers that this rank's samples would have if no sample were missing.
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens).numpy()
-    found = tokens.nonzero()[0]  # places of the samples that exist; each of them has at least one token
+    found = tokens.nonzero()[0]  # places of the samples that exist (length above 0)
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share` set, for --aggregation prompt. It is the weight of each of the
-    sample's tokens in the loss: 1 / (response tokens of the sample's prompt × number of prompts). Both
-    numbers are counted in the sample's minibatch, over all ranks.
+    """Returns the samples with `prompt_share` set, for --aggregation prompt. `prompt_share` is the weight of
+    each token of the sample in the loss: 1 / (response tokens of the sample's prompt × number of prompts).
+    The tokens and the prompts are those of the sample's minibatch, over all ranks.
 
     keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i.
     layout[minibatch][rank][pack]: list of sample numbers, from data.assign."""
@@ -618,7 +616,7 @@ def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Returns the minibatches with one field of every pack set: the log-probs of the role's model. `field`:
+    """Returns the minibatches with the log-probs of the role's model in one field of every pack. `field` is
     "old_logp" or "ref_logp"."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
@@ -638,15 +636,15 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
         for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
             x = x[p.loss_tokens].double()
             meter.add(name, x.sum(), len(x))
-            meter.add(f"{name}²", (x * x).sum(), len(x))  # step_metrics computes the explained variance
+            meter.add(f"{name}²", (x * x).sum(), len(x))  # for the metric explained_variance
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with whitened advantages. Over all response tokens of the step, on all ranks,
-    the advantages then have mean 0 and standard deviation 1."""
+    """Returns the minibatches with whitened advantages: mean 0 and standard deviation 1 over all response
+    tokens of the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -656,15 +654,16 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns the packs of each update. A step has `count` updates, and at least as many minibatches.
-    Neighbouring minibatches are joined, because policy and critic may have different numbers of updates."""
+    """Returns `count` lists of packs, one list for each update of a pass over the step's samples. Policy and
+    critic may have different numbers of updates. If there are more minibatches than updates, neighbouring
+    minibatches are joined."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns the denominators of the losses of an update: 1. the number of response tokens; 2. the number of
-    responses. Both are summed over all ranks, and at least 1. packs: this rank's packs of the update."""
+    """Returns 1. how many response tokens the update has over all ranks; 2. how many responses. Both are at
+    least 1, because losses are divided by them. packs: this rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
     return max(tokens, 1), max(responses, 1)
@@ -672,7 +671,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
-    """Do all updates of a step for one role, the policy or the critic. `pack_loss`: policy_pack_loss or
+    """Do all updates of a step for one role, the policy or the critic. `pack_loss` is policy_pack_loss or
     critic_pack_loss."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     title = {"policy": "Actor", "critic": "Critic"}[role.name]
@@ -693,8 +692,8 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of response tokens of the update, over all ranks.
-    responses: not used. train_role passes the same arguments to this function and to policy_pack_loss."""
+    tokens: how many response tokens the update has over all ranks.
+    responses: not used here, but policy_pack_loss has the same arguments and uses it."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -704,8 +703,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of response tokens of the update, over all ranks.
-    responses: number of responses of the update, over all ranks."""
+    tokens: how many response tokens the update has over all ranks.
+    responses: how many responses the update has over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -727,7 +726,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("clip_share", clipped, n)
     meter.add("entropy", entropy, n)
     if p.ref_logp is not None:
-        # Outside the mask both log-probs are 0, so these tokens add 0 to the sum.
+        # Tokens outside the mask add 0 to the sum, because both log-probs are 0 there.
         kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
         if cfg.kl_in == "loss":
@@ -739,8 +738,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
     """Returns importance weights (T,), 0 outside the mask, or None if --tis_clip is None. The weight of a
-    token is (trainer's probability / engine's probability), at most --tis_clip. It corrects for numerical
-    differences between engine and trainer, and for tokens that older weights sampled.
+    token is (trainer's probability / engine's probability), at most --tis_clip. The weights correct for
+    numerical differences between engine and trainer, and for tokens that older weights sampled.
 
     logp (T,): log-probs of the policy before the step's first update."""
     if cfg.tis_clip is None:
@@ -754,8 +753,8 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
     logp (T,): log-probs of the policy before the step's first update.
 
-    With --carry, older weights sampled some of the tokens. These tokens have a gap even without any error, so
-    logp_gap uses only the other tokens (Pack.fresh_tokens)."""
+    With --carry, some tokens were sampled with older weights. Their gap is not an error, so logp_gap leaves
+    out these tokens (it uses Pack.fresh_tokens)."""
     gap = logp - p.engine_logp
     weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
@@ -764,9 +763,8 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
-    check runs before the policy's optimizer step. So no checkpoint has a policy that learned from such
-    samples."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. This
+    check runs before the policy's optimizer step, so the policy never learns from these samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -830,8 +828,8 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
     the step.
 
-    A metric whose name ends in ² is a mean of squares. It is used here to compute a variance, and is not
-    returned."""
+    A metric whose name ends in ² is a mean of squares. This function uses it to compute a variance, and does
+    not return it."""
     with dist.phase("report"):
         peaks = engine.ledger.metrics()
         peaks["mem/host_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
@@ -839,7 +837,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):  # 0 if the metric has no values
+    def variance(name):  # of the metric `name`; 0 if the metric has no values
         return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
@@ -869,4 +867,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         tell_torchrun(traceback.format_exc())
         sys.stderr.flush()
-        os._exit(1)  # not sys.exit, which waits for threads; they may wait for other ranks for ever
+        os._exit(1)  # not sys.exit: it waits for threads, and a thread may wait for another rank for ever

@@ -13,8 +13,8 @@ example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt 
     2      1: b  2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
     3      1: .  2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
-Prompts are padded on the left, so that all prompts end in the same column of the cache. Then all rows write
-the same column in each step. The dots are padding, which `Cache.allowed` masks:
+Prompts are padded on the left. So all prompts end in the same column of the cache, and each decoding step
+writes one column, the same for all rows. The dots are padding, which `Cache.allowed` masks:
 
     column      0 1 2 3 4 5
     row 0       p q r s a b      prompt p q r s, response a b
@@ -37,23 +37,26 @@ from model import Policy, Segments, has_window, rms_norm
 class Cache:
     """The KV cache. A row has the tokens of a prompt and of its response so far, one token in each column.
 
-    Shape for each layer: (2, capacity, Hkv, columns, d), where 2 is keys and values, capacity is the largest
-    number of rows, Hkv is the number of key heads, and d is the size of a head."""
+    Shape for each layer: (2, capacity, Hkv, columns, d)
+        2         keys and values
+        capacity  largest number of rows
+        Hkv       number of key heads
+        d         size of a head"""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
         """Allocate memory. The cache starts with R rows, one for each distinct prompt, and later has up to
         `capacity` rows.
 
-        lengths (R,): number of tokens of each prompt. steps: largest number of tokens that are sampled after
-        a prompt. like: a tensor with the cache's dtype and device."""
+        lengths (R,): number of tokens of each prompt.
+        steps: largest number of tokens that are sampled after a prompt.
+        like: a tensor with the cache's dtype and device."""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # Zeros, because new memory may contain NaN. A masked value is multiplied by 0, and 0 × NaN is NaN.
+        # Zeros, because a masked value is multiplied by 0, and unused memory may contain NaN (0 × NaN = NaN).
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        # (capacity, 1, 1, columns) bool, false at padding. None: no padding, because all prompts are equally
-        # long.
+        # (capacity, 1, 1, columns) bool, false at padding; None: there is no padding
         self.allowed = None
         if int(lengths.min()) < self.width:
             padding = lengths.new_zeros(capacity)
@@ -74,19 +77,19 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns 1. keys and 2. values up to the current column; 3. the part of `allowed` for these columns,
-        or None without padding. `window`: return only this number of last columns; None: all columns."""
+        """Returns 1. the keys, 2. the values, 3. `allowed` (None without padding), each up to the current
+        column. `window`: return only the last `window` columns; None: all columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Keep only the rows `parents` (n,), and copy a row that occurs several times in `parents`. Returns
-        the new index of each entry of `parents`, (n,), all below n.
+        """Make a cache of n rows from the rows `parents` (n,), which must be sorted. A row that occurs
+        several times in `parents` is copied. Returns (n,): the new row of each entry of `parents`.
 
-        `parents` must be sorted. As few rows as possible are copied: an entry keeps its place if its index is
-        below n and if it is the first of equal entries."""
+        As few rows as possible are copied: the first of equal entries stays in its row, if that row is below
+        n."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -105,9 +108,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDec
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules. It computes query, key and
-    value with one matrix product, and gate and up with another one. This is faster, because a small model on
-    a CPU spends half of its time between operations.
+    """Computes a decoding step with fewer operations than the model's own modules: query, key and value come
+    from one matrix product, and so do gate and up. This is faster, because a small model on a CPU spends half
+    of its time between operations.
 
     For model types outside LLAMA_LIKE and for models with sliding windows, it calls the model's modules."""
 
@@ -116,8 +119,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
-        """Prepare for a wave (see the top of this file). Concatenate the current weights. Compute the tables
-        of the rotary embedding for positions 0 to `positions` - 1."""
+        """Prepare for a wave (see the top of this file): concatenate the current weights, and compute the
+        tables of the rotary embedding for positions 0 to `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -153,8 +156,7 @@ class FusedDecoder:
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         cache.write(i, qk[:, -kv:, None], value[:, :, None])
         key, value, allowed = cache.read(i)
-        # Each row has one query. On a CPU, two matrix products are then faster than
-        # scaled_dot_product_attention.
+        # With one query a row, two matrix products are faster on a CPU than scaled_dot_product_attention.
         query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
         scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, columns)
         if allowed is not None:
@@ -164,8 +166,8 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight and bias (or None) of one linear layer that computes several linear layers at once:
-    its output is the concatenation of their outputs. names: attributes of `module`."""
+    """Returns the weight and the bias (or None) of one linear layer in place of several. Its output is the
+    concatenation of the several outputs. names: the linear layers, as attributes of `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -201,8 +203,7 @@ class TorchEngine(Engine):
     def _wave(self, wave, requests, limits, temperature, key):
         """Decodes the requests with the keys `wave` as one batch. Yields each response when it ends.
 
-        In the code, B is the number of unfinished responses. where[j] is the row of the cache that unfinished
-        response j uses."""
+        B is the number of unfinished responses. where[j] is the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -228,10 +229,10 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            # The rows may change if a response has ended, or if several responses share a row.
+            # The rows can change only if a response has ended, or if several responses share a row.
             if done or cache.rows < len(where):
-                # Responses with the same row and the same new token share a row again. So each distinct pair
-                # (row, token) gets one row.
+                # Responses with the same row and the same new token share the next row, too. So each distinct
+                # pair (row, token) gets one row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t  # the column of the tokens that were just sampled
@@ -266,9 +267,10 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true if `token`, the token sampled in step t, is EOS or completes a stop string.
-        token (B,); ids (B, steps): all tokens sampled so far. Decoding text is slow, so text is decoded only
-        if `may_stop` is true for the token."""
+        """Returns (B,) bool: true if the response's token of step t is EOS or completes a stop string.
+
+        token (B,): the tokens of step t. ids (B, steps): all tokens so far.
+        Decoding is slow, so a token is decoded only if `may_stop` is true for it."""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -303,11 +305,10 @@ def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
 
 
 def _may_stop(tokenizer, vocabulary, stop):
-    """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token's
-    text."""
+    """Returns one bool for each token of the vocabulary: true if a stop string can end in its text."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    if not all(s.isascii() for s in stop):  # a token with a part of a character is decoded to this character
+    if not all(s.isascii() for s in stop):  # how an incomplete character is decoded
         tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -9,8 +9,8 @@ and no KV cache, so each step loads the weights again. `load` works in this orde
     3. Free the memory that gathering these weights took.
     4. Allocate the KV cache.
 
-Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state while it sleeps at level 2: state that is
-created only once, together with the KV cache. 0.32 keeps this state. Other versions were not tested.
+Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state when it sleeps at level 2. Version 0.32
+does not. Other versions were not tested.
 """
 
 import contextlib
@@ -36,9 +36,8 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, compilation would take minutes, so enforce_eager turns it off. Chunked prefill is off on a
-        # CPU too: if a request has a seed, vLLM 0.32 raises "CPU Generator does not use offset" when it
-        # prefills only a part of the prompt.
+        # On a CPU, enforce_eager turns off compilation, which would take minutes. Chunked prefill is off too:
+        # with it, vLLM 0.32 raises "CPU Generator does not use offset" for requests that have a seed.
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -50,15 +49,15 @@ class VLLMEngine(Engine):
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
-        torch.set_rng_state(rng)  # LLM() seeds torch's random generator; undo that
+        torch.set_rng_state(rng)  # undo LLM(), which seeds torch's random generator
         self._sleep()
 
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM keeps a layer's tensors until the layer is complete, and copies them then. The embedding and
-        # the head are complete only after the last weight in two cases: the head is tied, or vLLM pads their
-        # rows to a multiple of 64 × tp. By then FSDP has freed the tensors, so we pass copies.
+        # vLLM copies a layer's tensors when it has received the whole layer. In two cases it copies embedding
+        # and head only after the model's last weight: the head is tied, or vLLM pads the vocabulary to a
+        # multiple of 64 × tp. FSDP has freed these tensors by then. So we pass clones of them.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
@@ -72,8 +71,8 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. If waking failed, vLLM still counts as sleeping, and is left
-        as it is."""
+        """Abort unfinished requests, then sleep. If waking failed, vLLM still reports that it sleeps,
+        and is not put to sleep again."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -82,9 +81,9 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version):
-        """See Engine.generate. With --tp, several ranks are one vLLM engine, and vLLM needs the same requests
-        in the same order on all of them. So each rank queues the requests of all ranks of the engine. It
-        yields only the responses to its own requests."""
+        """See Engine.generate. With --tp, several ranks form one vLLM engine. vLLM needs the same requests in
+        the same order on all these ranks. So a rank queues the requests of all of them, and yields only the
+        responses to its own requests."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -111,7 +110,7 @@ class VLLMEngine(Engine):
             skip_special_tokens=False) for k in order]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # vLLM's method `enqueue` returns "ID-UUID", but an output's request_id is only "ID".
+        # `enqueue` of vLLM returns "ID-UUID", but the request_id of an output is "ID".
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version, responses):
@@ -151,7 +150,7 @@ def _import_vllm():
 
 @contextlib.contextmanager
 def _muted():
-    """Context manager: sends this process's stdout and stderr to /dev/null, also what C++ code writes."""
+    """Context manager: sends stdout and stderr of this process to /dev/null, also those of C++ code."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -176,8 +175,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """Returns (L,) log-probs of the L sampled tokens. logprobs: vLLM's FlatLogprobs, which may have several
-    tokens for each position. The first of them is the sampled token. ids (L,): the sampled tokens."""
+    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs. It may have
+    several tokens for a position; the first one is the sampled token."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()
