@@ -49,8 +49,8 @@ class MemoryLedger:
     the first reading does not include the engine.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's memory statistics would be wrong: they count the tensors of a sleeping engine, whose memory is
-    free."""
+    torch's memory statistics would be wrong, because they count tensors of a sleeping engine. These tensors
+    use no memory."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()

@@ -370,7 +370,7 @@ class Tracker:
 
     To support another service, write a subclass like WandbTracker, and add it to TRACKERS and to
     configs.Tracker. The subclass defines:
-        start   start or continue, at the service, the run with the id self.state["id"]
+        start   start the service's run self.state["id"], or continue it
         send    send one row
         finish  end the run
     """

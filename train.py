@@ -351,7 +351,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new optimizer for the policy or the critic. To use another optimizer, change only this
-    function. Checkpoints save all tensors of its state, whatever they are."""
+    function. Checkpoints save all tensors of the optimizer's state."""
     # fused=True is faster on a CPU: without it, AdamW updates one parameter at a time there.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
@@ -430,7 +430,7 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of resampling.
-    arrivals: for each response, the time when it ended is appended (time.perf_counter(), in seconds).
+    arrivals: a list, to which the time of the end of each response is added (time.perf_counter(), seconds).
     carried: this rank's trajectories that are left from the previous step."""
     cfg = run.cfg
     with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
