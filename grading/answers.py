@@ -20,14 +20,15 @@ What counts as equal:
 - Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
   the gold answer is a plain number, an unfinished calculation (`3+4`, `\binom{5}{2}`; see UNSOLVED) is wrong.
   Otherwise a policy could earn the reward by repeating the problem.
-- Two decimals with the same number of decimal places must be equal. Otherwise a decimal may differ by one
-  part in a million, but by less than one unit of its last decimal place.
+- Two decimals with the same number of decimal places must be equal. A decimal and any other number may differ
+  by at most one part in a million, and by less than one unit of the decimal's last place.
 - If both sides have a unit, the units must be the same. Units are not converted. A percent is a hundredth:
   `5\%` equals 0.05, not 5. `101_2` (base 2) equals neither 101 nor 5.
-- The order of the parts counts in tuples, but not in lists and sets. Brackets must be the same. `(1,2)` may
-  be a point or an interval. An inequality in one variable is an interval.
-- Words are equal if only upper and lower case differ. Single letters are not: `x` is not `X`.
-- `x=5` equals `5`, but not `y=5`. The answer `m+n=5` equals `5`. `6=7` is an equation, not the number 7.
+- The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
+  `(1,2)` may be a point or an interval. An inequality in one variable is an interval.
+- Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
+- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`. `6=7` is an
+  equation, not the number 7.
 """
 
 import re
@@ -41,9 +42,9 @@ from configs import require
 
 KINDS = ("math", "choice", "exact")
 
-# --- extraction: no pattern backtracks, so even hostile text takes time linear in its length
+# --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
-# BRACE and ANY_BOX also match \\, \{ and \}. These open or close no group in LaTeX, so they are skipped.
+# Both patterns also match \\, \{ and \}, so that `_boxes` can ignore them: they open or close no group.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 ANY_BOX = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
@@ -57,8 +58,8 @@ CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (
 
 
 def extract_answer(text: str) -> str | None:
-    r"""Returns the content of a \boxed{}, stripped: the last balanced one in the last <answer>...</answer>
-    block that has one. Returns None if there is no such box, or if it is empty.
+    r"""Returns the content of the last balanced \boxed{}, stripped. Reads only the last <answer>...</answer>
+    block that contains a box. Returns None if there is no box, or if the box is empty.
 
     `text` must include the stop string: without `</answer>` there is no answer. The time is linear in
     len(text).
@@ -71,8 +72,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxes(text, brace):
-    r"""Returns the positions in `text` of each balanced \boxed{}, sorted: (start, start of the content, end
-    of the content, end). brace: the pattern BRACE or ANY_BOX."""
+    r"""Returns the positions of all balanced \boxed{}, sorted: (start of the box, start of its content, end
+    of its content, end of the box). brace: the pattern BRACE or ANY_BOX."""
     # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
     # belongs to no \boxed.
     found, stack = [], []
@@ -275,8 +276,8 @@ def _quoted(match):
 
 
 def _is_word(match):
-    r"""Returns whether letters outside of \text{} are a word. If not, each letter is a variable: `ab` is a
-    product."""
+    r"""Returns whether the matched letters are a word; if not, each letter is a variable. The letters are
+    outside of \text{}."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
     if word in UNITS and len(word) > 1:
@@ -313,7 +314,7 @@ class Reading(NamedTuple):
         named       (name before `=`, Reading of the text after it)
         text        the words in lower case, without articles and plural s
 
-    The parts of an equation, relation, letters or expression are None."""
+    The other kinds have no parts (None): equation, relation, letters and expression."""
     kind: str
     text: str
     parts: Any = None
@@ -327,7 +328,7 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 UNITS = ALIASES.keys() | {f"{alias}s" for alias in ALIASES if len(alias) > 2}
 MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
-# Words after a number are its unit. But if one of these words is among them, number and words are plain text.
+# Words after a number are a unit, as in `5 meters`. With one of these words, the whole is text: `5 or more`.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by""".split())
@@ -621,8 +622,7 @@ def _number(text):
 
 # --- equality
 
-# An answer that matches is an unfinished calculation, such as 3+4. If the gold answer is a plain number, such
-# an answer is wrong.
+# Finds an unfinished calculation, such as 3+4. It is a wrong answer if the gold answer is a plain number.
 UNSOLVED = re.compile(
     r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
     r"[|!]|[\w)}] ?[+-]")
@@ -635,7 +635,11 @@ LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # A, A. or (A), but not A)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
-    r"""Returns whether `answer` equals `gold`. kind: "math", "choice" (D, d, (D), D., \text{D}) or "exact".
+    r"""Returns whether `answer` equals `gold`. The three kinds:
+
+        math      equality as described at the top of this file
+        choice    equal letters; D, d, (D), D. and \text{D} are the same letter
+        exact     equal texts, apart from spaces at the ends
 
     Runs in this process and has no deadline. Grade untrusted answers with grading.worker.Grader instead.
     Raises UserError for an unknown kind, and ValueError for a gold answer that can't be parsed. math-verify
@@ -712,15 +716,14 @@ def _same_expression(answer, gold, prove):
     if answer.text.count("'") != gold.text.count("'"):  # math-verify ignores primes, and f' is not f
         return False
     symbols, needed = (set(SYMBOL.findall(r.text)) for r in (answer, gold))
-    # The symbols differ in upper and lower case only, such as x and X.
+    # The symbols differ only in case, such as x and X: the answer is wrong.
     if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:
         return False
     return prove(answer.text, gold.text)
 
 
 def _same_named(answer, gold, prove):
-    """Returns whether two Readings are equal if one or both have a name: x=5 equals 5 and x=5, but not y=5.
-    None if unknown. An equation equals only an equation."""
+    """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
     other = name and needed and name != needed
     if other and {a.kind, b.kind} & {"tuple", "list"}:
@@ -732,9 +735,8 @@ def _same_named(answer, gold, prove):
 
 
 def _same_quantity(answer, gold, prove):
-    """Returns whether two Readings are equal if one or both have a unit; None if unknown. Two units must be
-    equal. If only one Reading has a unit, only the numbers are compared. A percentage is never equal to a
-    number with a unit."""
+    """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
+    Reading has a unit, only the numbers are compared. A number with a unit never equals a percentage."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
     if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
@@ -752,7 +754,7 @@ def _same_number(answer, gold, prove):
 
 def _same_tuple(answer, gold, prove):
     """Returns whether two tuples have the same brackets and the same parts in the same order. None if no part
-    is known to differ, but some part is unknown."""
+    is known to differ, but some parts are not known to be equal."""
     (kind, a), (needed, b) = answer, gold
     # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
@@ -802,7 +804,7 @@ def _parse(text):
     normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
     config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
     found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the worker has its own deadline
-    # math-verify reads i as a variable. It is replaced by sympy's imaginary unit I.
+    # math-verify reads i as a variable. This code replaces the variable by sympy's imaginary unit I.
     if found and isinstance(found[0], Basic):
         names = {s.name: s for s in found[0].free_symbols}
         if "i" in names and "j" not in names:  # if j is there too, i and j are unit vectors
@@ -812,7 +814,7 @@ def _parse(text):
 
 def math_equal(answer: str, gold: str) -> bool:
     """Returns whether two normalised expressions are equal, as math-verify decides. Raises ValueError if
-    `gold` can't be parsed, and the errors of math-verify."""
+    `gold` can't be parsed. Most errors of math-verify are passed on."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -824,7 +826,7 @@ def math_equal(answer: str, gold: str) -> bool:
         if (close := _close(left[0], right[0])) is not None:
             return close
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-    except (RecursionError, MemoryError, OverflowError):  # a too large answer counts as wrong, not as error
+    except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
 

@@ -45,7 +45,7 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# A table that was once a CSV file has lists and objects as text. These patterns find such text, to refuse it.
+# In data converted from CSV, a list or an object is often a text. A row that matches a pattern is refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -123,8 +123,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # A number as the gold answer may be the index of a choice, which only the kind "choice" understands.
-        # So in a row of another kind, a number must be the text of one of the choices.
+        # Only the kind "choice" understands a gold answer that is the index of a choice. So if a row of
+        # another kind has choices and a number as its gold answer, the number must be the text of a choice.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -202,8 +202,8 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """Returns the value of the row's answer field. A list of one value gives this value. A dict gives its
-    `ground_truth` or `value`."""
+    """Returns the value of the row's answer field. If it is a dict, returns its `ground_truth` or `value`. If
+    it is a list of one value, returns this value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -223,7 +223,7 @@ def _plain_text(value):
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         return None
-    # A Parquet column of integers with nulls has often become a column of floats: 5 is 5.0 there.
+    # Some programs write a column of integers with nulls as floats: 5 becomes 5.0. Undo this.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -269,7 +269,7 @@ def _choices(fields, where):
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # in Parquet, a row also has the letters of other rows, with nulls
+    elif isinstance(choices, dict):  # in Parquet, a letter that only other rows use is null
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
@@ -300,8 +300,8 @@ def _letter_of(gold, fields, choices, where):
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # With the choices {"A": "B", "B": "C"}, the answer "B" is both a letter and the text of choice A. It
-        # is read as a letter, because the row names the letters. A list of choices would name no letters.
+        # With the choices {"A": "B", "B": "C"}, the answer "B" is read as the letter B, because the row names
+        # its letters. With the choices ["B", "C"], the answer "B" is an error: a letter, or the text of A?
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
@@ -314,7 +314,7 @@ def _letter_of(gold, fields, choices, where):
 
 @dataclass(frozen=True, slots=True)
 class JsonNumber:
-    """A number of a JSON file as its text, so that no digit changes: 1.10 stays 1.10."""
+    """A number from a JSON file, kept as text so that no digit changes: 1.10 stays 1.10."""
 
     text: str
 
@@ -372,7 +372,7 @@ def _list_rows(file):
 
 @contextlib.contextmanager
 def _not_json(where):
-    """Context that turns errors of reading JSON into a UserError with `where`."""
+    """Context that turns an error in reading JSON into a UserError. where: file and row, for its message."""
     try:
         yield
     except UnicodeDecodeError as e:

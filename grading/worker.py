@@ -5,9 +5,9 @@ responses math-verify hangs, fills the memory or crashes, so it runs in processe
 
     trainer                      server: grading.worker            workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
-    │        │ ────────────────> │ imports math-verify once │ ────> │ grade a chunk each;    │
-    │ Grader │                   │                          │       │ killed at the deadline │
-    │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ and above MEMORY       │
+    │        │ ────────────────> │ imports math-verify once │ ────> │ each grades a chunk;   │
+    │ Grader │                   │                          │       │ killed at the deadline;│
+    │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
 A server forks the workers, because the trainer can't: a process with CUDA and threads must not fork. If the
@@ -51,14 +51,14 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
-MAX_ANSWER = 2000  # most characters of an answer; a longer answer is "unparsed", because parsing it is slow
+MAX_ANSWER = 2000  # maximum number of characters of an answer; a longer one is slow to parse: "unparsed"
 MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
-CACHE = 16_384  # most grades to cache; the samples of a prompt often have the same answer
-MAX_REPLY = 200_000  # most characters of a text that an environment returns
-CHUNK = 16  # most requests in a chunk, which is one message to a worker; a message costs 0.2 ms
+CACHE = 16_384  # maximum number of cached grades; the samples of a prompt often have the same answer
+MAX_REPLY = 200_000  # maximum number of characters of a text that an environment returns
+CHUNK = 16  # maximum number of requests in a chunk; each chunk is one message to a worker and costs 0.2 ms
 LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
 MAX_TASKS = 250  # after this number of chunks a worker is replaced, because its sympy caches grow
-WALL = 4  # a worker is also killed after WALL deadlines of wall time, for example if a custom reward sleeps
+WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
 # The server runs this file as __main__. So it can remove the modules `grading` and `configs` from
 # sys.modules, and a user's file can import its own modules of these names.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
@@ -172,8 +172,8 @@ def _modules_beside(spec):
     sys.modules to `_modules`, because the folder of another user's file may have modules of the same names.
     The next entry puts them back into sys.modules.
 
-    A module belongs to the folder if the folder has a file of its name. Its attribute __file__ can't be used:
-    reading an attribute of a lazy module such as torch.classes raises an error."""
+    A module belongs to the folder if the folder has a file with the module's name. The attribute __file__ is
+    not read, because reading an attribute of a lazy module such as torch.classes raises an error."""
     folder = os.path.dirname(spec)
     names = {file.partition(".")[0] for file in os.listdir(folder)} - sys.modules.keys()
     sys.path.insert(0, folder)
@@ -196,12 +196,13 @@ def _grade_chunk(requests, deadline):
     """Returns 1. an outcome for each request: (reward or Reply, reason, error message or None); 2. the mean
     seconds of a request. A timeout or a crash ends this process instead.
 
-    The chunk as a whole has the deadline of one answer, so each request gets an equal part of it. After a
-    timeout the Grader sends each request again in a chunk of its own.
+    The requests of a chunk share the deadline of one answer in equal parts. After a timeout, the Grader sends
+    each request again in a chunk of its own.
     """
     outcomes, start = [], time.monotonic()
     for request in requests:
-        # This timer counts CPU time. SIGPROF has no handler, so the kernel ends the process even in C code.
+        # When this much CPU time is used, the kernel sends SIGPROF. SIGPROF has no handler, so the signal
+        # ends the process even in C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
             outcomes.append((*_outcome(*request), None))
@@ -214,19 +215,21 @@ def _grade_chunk(requests, deadline):
 
 def _init_worker():
     """Make this worker easy to kill, and limit its memory."""
-    # pebble's handler of SIGTERM would wait until C code returns, such as that of 9**9**9.
+    # pebble's handler of SIGTERM would wait until the current C code returns, for example that of 9**9**9.
+    # The default action of SIGTERM ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with the server
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: if the server ends, kill this process
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
-        with suppress(ValueError):  # the machine already has a lower limit
+        with suppress(ValueError):  # ValueError: a lower limit is already set; keep it
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-# --- in the server. It reads JSON lines [chunk number, requests] from stdin, and writes JSON lines [chunk
-# number, outcomes, seconds] to stdout.
+# --- in the server
+# stdin has a JSON line [chunk number, requests] for each chunk.
+# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk.
 
 
 def _import_function(spec):
@@ -242,7 +245,7 @@ def _import_function(spec):
 
 def _warm():
     """Import math-verify and compare the pairs of WARM, so that its parser builds its tables."""
-    # math-verify would warn that its own timeouts are off.
+    # Hides math-verify's warning that its own timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
@@ -256,7 +259,7 @@ def _die():
 
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
-    # The end of stdin is no sure sign: another child of the trainer may keep the pipe open.
+    # stdin may stay open after the trainer has ended, because another child of the trainer holds the pipe.
     while os.getppid() == parent:
         time.sleep(0.5)
     _die()
@@ -298,7 +301,7 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
     has ended, or when the pool breaks.
 
-    functions: users' functions, "FILE.py:FUNCTION". compares: whether requests "compare" will come."""
+    functions: users' functions, "FILE.py:FUNCTION". compares: whether requests of type "compare" come."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
@@ -319,24 +322,24 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
 
 
 class Grader(AbstractContextManager):
-    """Grades responses in processes that can be killed, while the engine generates others. Use it from one
-    thread.
+    """Grades responses in processes that can be killed, while the engine generates more responses. Not
+    thread-safe.
 
     workers     number of worker processes
     deadline    CPU seconds for one answer, and at most WALL times as many seconds of wall time. The wait in
                 the queue does not count.
-    customs     users' reward functions ("path/to/file.py:function") that `submit` may name. For a stopped
-                response, a worker calls function(response, answer, kind) -> float with the gold answer. This
-                replaces extraction and comparison.
+    customs     users' reward functions ("path/to/file.py:function") that `submit` may name. A worker calls
+                function(response, gold answer, kind) -> float in place of a comparison. A response that was
+                cut by length gets reward 0 without a call.
     compares    whether `submit` compares answers; if False, the server does not import math-verify.
-    env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker. It
-                has the same deadline. It may be called twice for one turn, because all requests of a chunk
-                are sent again if one of them kills the worker. So its result must depend on its arguments
-                only.
+    env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
+                the same deadline. The function may be called twice for one turn: if one request of a chunk
+                kills the worker, all requests of the chunk are sent again. So the function's result must
+                depend only on its arguments.
 
     Raises UserError if a function does not exist. If grading raises an error, the reward is 0 and the reason
-    "error"; `errors` keeps the first message of each type of error. With users' functions the server starts
-    at once, otherwise at the first answer that needs a worker.
+    "error"; `errors` keeps the first message of each type of error. If there are users' functions, the
+    server starts at once. Otherwise it starts at the first answer that needs a worker.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -347,14 +350,14 @@ class Grader(AbstractContextManager):
         self.env = _check_spec(env, "--env") if env else ""
         functions = [*self.customs.values(), *filter(None, [self.env])]
         self.arguments = workers, deadline, functions, compares
-        self.patience = START + WALL * deadline  # seconds without a reply after which the server has stalled
+        self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
         self._told = 0  # number of messages in `errors` that new_errors has already returned
         self._grades = {}  # key -> Grade or Reply: the next return value of `results`
         self._cache = {}  # request -> Grade
         self._pending = {}  # open request -> [(key, extracted answer), ...]; equal requests are sent once
         self._waiting = []  # requests that are not yet in a chunk
-        self._size = 1  # number of requests in the next chunk: a worker should need about 0.1 s for a chunk
+        self._size = 1  # number of requests in the next chunk, chosen so that a chunk takes about 0.1 s
         self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
         self._count = 0  # number of chunks so far
         self._process = None  # the server's process
@@ -436,7 +439,7 @@ class Grader(AbstractContextManager):
     def close(self) -> None:
         """End the server and its workers. A later `submit` or `ask` starts another server."""
         if self._process:
-            with self._process, suppress(ProcessLookupError):  # on exit: closes the pipes, waits for the end
+            with self._process, suppress(ProcessLookupError):  # `with` closes the pipes and waits for the end
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
 
