@@ -13,13 +13,13 @@ from log import NAN
 
 MEAN_STEPS = 5  # alarms use the means of the last 5 steps, so one unusual step raises no alarm
 QUIET_STEPS = 10  # an active alarm is printed again only after it was inactive for 10 steps
-WARM_STEPS = 30  # a new critic explains no variance in its first steps, so alarm "critic" starts after these
+WARM_STEPS = 30  # no alarm "critic" in the first 30 steps, because a new critic explains no variance
 SOLVED = 0.9  # from this mean reward on, low entropy, short responses and uniform groups raise no alarm
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
 # Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` contains
 # the mean of each metric, from `active_alarms`. A metric that the run does not log is NaN. Comparisons with
-# NaN are false, so its alarm is not active.
+# NaN are false, so an alarm that needs this metric is not active.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),

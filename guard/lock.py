@@ -1,4 +1,4 @@
-"""The lock of a run's folder. It prevents two runs from writing to the same folder, also from two hosts."""
+"""The lock of a run's folder. While a run uses the folder, no other run on any host can write to it."""
 
 import atexit
 import contextlib
@@ -18,8 +18,8 @@ DEAD = 120.0  # after this number of seconds without a renewal, another run may 
 
 
 class FolderLock:
-    """A lock file in a run's folder, with the host and the process of the run that owns it. A thread of the
-    owner renews the file's modification time every HEARTBEAT seconds: the heartbeat.
+    """A lock file in a run's folder. The file names its owner: the host and the process of a run. The owner
+    has a heartbeat: a thread that renews the file's modification time every HEARTBEAT seconds.
 
     Another run takes over the lock in two cases: the owner ran on the same host and is dead, or the owner ran
     on another host and its heartbeat has stopped. A kernel lock (flock) can't replace the file: on NFS, the
@@ -55,11 +55,11 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Remove the lock if this run still owns it. Then remove the folders that `claim` made, if they are
-        empty."""
+        """Stop the heartbeat. If this run still owns the lock, remove the lock, and then the empty folders
+        that `claim` made."""
         self.ended.set()
-        # If the disk has failed, the lock file can't be removed. It has no heartbeat any more, so another run
-        # can take it over.
+        # If the disk has failed, the lock file stays. Its heartbeat has stopped, so another run can take over
+        # the lock.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -80,8 +80,8 @@ class FolderLock:
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        # Sets the folder's modification time to now by the clock of the file server. Only this clock can be
-        # compared with the modification time of the lock file.
+        # The clocks of two hosts may differ, so the age of the last heartbeat is measured with the file
+        # server's clock. This line sets the folder's modification time to the server's current time.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
@@ -114,17 +114,17 @@ class FolderLock:
 
 
 def _system():
-    """Returns an id of the booted kernel and of the process namespace. Two processes with equal ids know
-    all processes under the same numbers. A host name is not enough: two hosts may have the same name, and
-    two containers of a host number their processes separately."""
+    """Returns a text that identifies the booted kernel and the process namespace. Where this text is the
+    same, a pid means the same process. A host name is not enough: two hosts may have the same name, and each
+    container of a host has its own pids."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid` as text; "" if there is no such process. The start time tells
-    the process from a later process with the same number."""
+    """Returns the start time of process `pid` as text; "" if there is no such process. A later process with
+    the same pid has another start time."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -16,14 +16,14 @@ from model import logprobs
 from rollout import CHECK
 
 CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
-# Largest mean |engine - trainer| log-prob, in nats a token.
+# Largest allowed mean of |engine's log-prob - trainer's log-prob|, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 # The stages of the self-check. Each stage has four entries:
-#     the moment, for the message
-#     the factor on the engine's weights
-#     1 for the prompts, or -1 for the prompts with their tokens in reverse order
-#     likely causes of a failure, for the message
+#     start of the error message
+#     factor by which the engine's weights are multiplied
+#     1: prompts as they are; -1: prompts with their tokens in reverse order
+#     likely causes of a failure, for the error message
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -55,8 +55,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
     """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four prompts are problems of the data. The
-    fifth has 300 tokens if the model's length allows it. So it fills at least one whole block of vLLM's
-    prefix cache (16 tokens on GPUs, 128 on CPUs)."""
+    fifth prompt has 300 tokens, or fewer if the run's samples are shorter. 300 tokens fill at least one block
+    of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -67,9 +67,10 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
     """Returns 1. a description of the first disagreement between engine and trainer, or ""; 2. the mean
-    |engine - trainer| log-prob in nats a token, the largest over stages 1, 2 and 4.
+    of |engine's log-prob - trainer's log-prob| in nats a token, the largest one of stages 1, 2 and 4.
 
-    The engine answers the prompts (prompt_id -> tokens) in four stages, each time greedily and sampled:
+    There are four stages. In each stage the engine answers the prompts (prompt_id -> tokens) twice: once
+    greedily, and once by sampling.
 
         1  after a first sync                prompts
         2  after sleeping and waking         prompts
@@ -77,10 +78,11 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         4  after a sync of the weights       reversed prompts
 
     In stages 1, 2 and 4 the engine's log-probs must agree with `trainer_logp(samples, temperature)`, a tensor
-    of shape (number of response tokens,). In stage 3 they must differ, because the trainer's weights are not
-    halved. `weights()` returns the weights for `Engine.awake`. A disagreement does not end the self-check,
-    because the ranks of one engine must go through all stages together. The self-check uses its own random
-    stream, so it does not change the run."""
+    of shape (number of response tokens,). In stage 3 the log-probs must differ, because only the engine's
+    weights are halved. `weights()` returns the weights for `Engine.awake`.
+
+    A disagreement does not end the self-check, because the ranks of one engine must go through all stages
+    together. The self-check uses its own random stream, so it does not change the run."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:

@@ -56,8 +56,10 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     """Returns 1. the run's folder as an absolute path; 2. the folder's lock, which rank 0 holds.
 
-    Raises UserError unless all ranks run the same program, all ranks see the same folder and can write to it,
-    no other run uses the folder, and torz supports the models' families. main: whether this is rank 0."""
+    main: whether this is rank 0
+
+    Raises UserError if two ranks run different programs, if a rank can't see the folder or can't write to it,
+    if another run uses the folder, or if torz does not support the model family."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -66,7 +68,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Raises UserError for an unknown model family. This must come before its tokenizer is read.
+        # Raises UserError for an unknown model family. This check must come before a tokenizer is read.
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -75,8 +77,10 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 
 
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
-    """Make the run's folder and take its lock. Raises UserError if another run uses the folder, if it is not
-    empty under --resume never, or if it contains files that this run would overwrite."""
+    """Make the run's folder and take its lock.
+
+    Raises UserError if another run uses the folder, if the folder can't be written to, if the folder is not
+    empty although --resume is never, or if the folder contains files that this run would overwrite."""
     folder = lock.file.parent
     try:
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -86,7 +90,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
-        # Raises UserError now, and not at the end of training, if the export can't be written.
+        # Raises UserError if the export at the end of training could not be written.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
@@ -111,9 +115,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if this host and the host of rank 0 see
-    different folders under its path. owner: the content of the lock file that rank 0 wrote into the
-    folder."""
+    """Raises UserError if this rank can't write to the folder, or if this host has another folder at this
+    path than the host of rank 0. owner: the content of the lock file that rank 0 has written."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"this host doesn't see {folder} as rank 0 on {owner['host']} does", needed)
@@ -127,7 +130,7 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
     """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
-    does: a verb for the message, such as "reads": "not every rank reads what rank 0 reads"
+    does: a verb for the message. With "reads": "not every rank reads what rank 0 reads"
     facts: name -> text, for example the hash of a file
     needed: what the user should do, for the message"""
     every = dist.gather((os.uname().nodename, dict(facts)))
@@ -206,9 +209,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, the same on every rank. Its memory sizes are the smallest ones of all
-    ranks' devices and hosts. problems: number of prompts of an epoch; 0 if unknown. The planned memory does
-    not depend on this number."""
+    """Returns the run as a plan.Case, the same on every rank. The Case has the memory of the smallest device
+    and of the smallest host. problems: number of prompts of an epoch; 0 if unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
@@ -241,8 +243,8 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
     """Print how many gold answers of the data set `name` can't be graded, and show the first five of them.
 
     Raises UserError if more than GOLD_LIMIT of the checked gold answers can't be graded, unless `refuse` is
-    False or --go is given. Each rank checks a part of them. Gold answers that are only given to a custom
-    reward are not checked."""
+    False or --go is given. Each rank checks a part of the gold answers. A data set whose only grader is a
+    custom reward is not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -258,17 +260,17 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns those of `indices` whose gold answers can't be graded: no answer can equal the gold answer, or
-    its comparison with a wrong answer raises an error or times out. The gold answer is not compared with
-    itself, because equal texts are not parsed, and the error would not appear."""
+    """Returns the `indices` of problems whose gold answers can't be graded. Such a gold answer is empty, too
+    long, or not a letter in a problem of kind "choice". Or it is of kind "math", and its comparison with a
+    wrong answer raises an error or times out."""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # Two plain numbers are compared without math-verify. With any other gold answer, this wrong
-            # answer makes math-verify parse the gold answer.
+            # Submit a wrong answer. Then math-verify parses the gold answer, unless quick_grade can decide. A
+            # right answer may have the same text as the gold answer, and equal texts are not parsed.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -280,10 +282,11 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
 
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError for a part of --reward that no response can earn. A part is a term of the reward sum
-    that is not a grader. The parts "format" and "tags" (from Open-R1) need <think> in the response, but it is
-    not there if the prompt already ends with <think>. The part "length" compares the samples of a prompt, so
-    it needs several samples."""
+    """Raises UserError for a part of --reward that can't work. A part is a term of the reward sum that is no
+    grader:
+
+        format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
+        length          compares the samples of a prompt, so one step needs several samples of each prompt"""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
@@ -301,10 +304,10 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each, and the reasons of all grades.
+    """Print three prompts of the first step with a response each, and count the reasons of all grades.
 
-    Raises UserError if all responses score 0 or if more than half were cut by length, unless --go is given.
-    Looks at all samples of the step, because a base model may be right only once in twenty samples.
+    Raises UserError if all responses of the step score 0 or if more than half of them were cut by length,
+    unless --go is given.
 
     batch, samples: the prompts of the step, and this rank's graded responses
     errors: messages of the errors in this rank's grader"""

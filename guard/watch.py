@@ -19,9 +19,9 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that detects a stall: a phase takes longer than `limit` seconds on any rank. In a stall,
-    the thread prints the stacks of this process and ends the process with status 1. So torchrun can restart
-    a run that hangs, and the stacks of all ranks show the cause."""
+    """Start a thread that ends this process if the run stalls. A run stalls if a phase takes longer than
+    `limit` seconds on any rank. The thread prints the stacks of this process, so the output of all ranks
+    shows the cause. Then the thread ends the process with status 1, so torchrun can restart the run."""
     if CURRENT.limit:  # an earlier run in this process has started the thread
         return
     CURRENT.limit = limit
@@ -46,14 +46,14 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # Python kills its daemon threads at exit. If the thread is killed in the store's C++ code, the process
-    # aborts. So `end` stops the thread before.
+    # Python kills daemon threads at exit. If this thread is then in the store's C++ code, the process aborts.
+    # So `end` stops the thread first.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns a rank that has stalled, with its host and phase, as text; "" if no rank has stalled. If this
-    rank has stalled, reports it to the other ranks through the store."""
+    """Returns which rank has stalled, as text: "rank 3 on HOST in phase rollout". Returns "" if no rank has
+    stalled. If this rank has stalled, writes this text to the store, for the other ranks."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -65,7 +65,7 @@ def print_stacks(head: str) -> None:
     """Print `head` and the stack of each thread of this process, innermost call first. Each line starts with
     the rank. Each line is written with one call, so the lines of several ranks do not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        # faulthandler reads no source file. So this works if a disk that hangs is the cause of the stall.
+        # faulthandler reads no source files, so it works even if a disk hangs.
         faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
@@ -76,16 +76,17 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context in which SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
-    (dist.stop_requested). If the process does not leave the context within `grace` seconds, or at a second
-    ctrl-C, the process ends with status 1."""
+    (dist.stop_requested). The process ends with status 1 at a second ctrl-C. It also ends with status 1 if it
+    is still in the context `grace` seconds after the first signal."""
     ended = threading.Event()
 
-    # Another signal may interrupt this handler. So it takes no lock, because it could wait for itself.
+    # A second signal may interrupt this handler and call it again. If the handler took a lock, the second
+    # call would wait forever for the first call. So the handler takes no lock.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
-        # torchrun sends the first ctrl-C twice, so a second one counts only after two seconds.
+        # torchrun sends the first ctrl-C twice. So a second ctrl-C counts only if it comes two seconds later.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 
