@@ -95,7 +95,7 @@ def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
     return found
 
 
-# --- tables of at most 80 columns
+# --- tables, at most 80 characters wide
 
 
 def score_table(sets: Mapping[str, Any]) -> list[str]:
@@ -263,8 +263,8 @@ def load_candidate(cfg: Config, say: Say) -> Candidate:
 
 
 def engine_key(path: str, tokenizer: Any) -> tuple:
-    """Returns the properties of a model that an engine is made for: config, vocabulary and end tokens. Models
-    that differ only in their weights have the same key."""
+    """Returns what an engine needs to know of a model besides its weights: config, vocabulary and end tokens.
+    Models that differ only in their weights have the same key."""
     config = load_config(path)
     shape = config.to_dict()
     for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
@@ -280,7 +280,7 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
     flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     used = {"math-verify": version_of("math-verify")}
-    if flags["engine"] == "vllm":  # `version_of` can't be used: vLLM's CPU build is a package of another name
+    if flags["engine"] == "vllm":  # `version_of` needs the package name, and vLLM's CPU build has another one
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
             "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),

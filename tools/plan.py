@@ -6,11 +6,13 @@ The plan is computed from the flags and from the sizes in the model's config.jso
 GPU. train.py makes the same plan for its devices. It prints the plan's first section, and raises an error if
 the run does not fit.
 
-Memory is computed for one rank's device, at each instant of a step when its memory use may be the largest.
+The memory plan is for the device of one rank. It covers the instants of a step that may need the most memory.
 Seconds are estimates from datasheets, right within a factor of about two.
 
-Two terms of this file: the root is the part of a model outside its layers (embedding, last norm, head), which
-FSDP gathers as one group. A shard is one rank's part of a model's weights, gradients or optimizer.
+Two terms of this file:
+
+    root     the part of a model outside its layers: embedding, last norm and head; one group for FSDP
+    shard    one rank's part of a model's weights, gradients or optimizer state
 """
 
 import json
@@ -35,13 +37,13 @@ SLEEPING_ENGINE = 0.5 * GIB  # GPU memory that vLLM keeps at sleep level 2; meas
 LIBRARIES = 5 * GIB  # host memory that torch, CUDA and vLLM need on one rank
 HOLES = 0.015  # unused memory between the activations, as a share of the activations
 HEADROOM = 0.08  # --recompute auto leaves this share of a device's memory free
-MFU = 0.35  # training reaches this share of a GPU's peak FLOP/s; torchtitan: 0.33 to 0.39 (8B model, H100)
-BANDWIDTH = 0.6  # decoding reaches this share of the memory bandwidth in a GPU's datasheet
+MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
+BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
 ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about the size of ORZ's data
 
 
 class GPU(NamedTuple):
-    """A GPU's datasheet. For a GPU that is not in GPUS, flops and hbm are unknown: 0."""
+    """The numbers of a GPU's datasheet. For a GPU that is not in GPUS, flops and hbm are 0 (unknown)."""
 
     name: str
     memory: float  # bytes of memory, as torch reports them
@@ -60,8 +62,9 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its rates are those of the GPU
-    in GPUS whose name, up to a hyphen, is part of `device`; 0 if there is none."""
+    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its flops and hbm come from
+    the entry of GPUS whose name, without a suffix such as -80, is part of `device`. They are 0 if there is
+    none."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -175,7 +178,7 @@ class Case:
         self.models["policy"] = self.policy
         self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
-        # Bytes of one number in the forward and backward pass and in gathered weights: bf16 or fp32.
+        # Bytes of one number in activations and gathered weights: 2 (bf16) or 4 (fp32).
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
         # Every engine except the torch engine is planned like vLLM: it uses --engine_share of a GPU's memory,
         # and frees that memory when it sleeps.
@@ -188,14 +191,15 @@ class Case:
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         # Number of ranks that share one copy of the weights and the optimizer state.
         self.shards = cfg.shard_ranks or self.world
-        # Bytes of one rank's shards of weights and AdamW's moments: in a checkpoint, and in memory between
-        # updates. If there is a KL term, memory also has the reference model's fp32 shards.
+        # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
+        # state: bytes that one rank keeps between updates. These are the same shards and, if there is a KL
+        # term, the fp32 shards of the reference model.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.params["policy"] / self.shards if cfg.kl_coef else 0)
         # Number of responses that one engine samples in a step, including the extra prompts of --carry.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token in a rank's KV cache. Each rank keeps at least one head of the keys.
+        # Bytes of one token in a rank's KV cache. Each rank keeps at least one key head and one value head.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
@@ -206,10 +210,10 @@ class Case:
 
 
 def recomputed(case: Case, name: str) -> int | None:
-    """Returns how many layers of a model, counted from the first one, the backward pass recomputes in whole.
+    """Returns n: the backward pass recomputes the first n layers of a model in whole.
 
     The other layers keep the results of their matrix products and of attention, and recompute only the rest,
-    which costs few FLOP. None: no layer recomputes anything.
+    which costs few FLOP. If the function returns None, no layer recomputes anything.
 
     --recompute auto tries None, 0, 1, … up to all layers. It takes the first value whose planned peak memory
     leaves the share HEADROOM of the device free."""
@@ -238,8 +242,8 @@ def _per_token(case, shape, whole):
     whole: number of layers that are recomputed in whole, as `recomputed` returns it."""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
-    # attention is counted twice, because a pack whose segments share a prefix keeps two copies of it. One has
-    # the prefix in front of each segment, and one has the prefix once.
+    # attention is counted twice. If segments share a prefix, one copy of the output has the prefix in front
+    # of each segment, and the other copy has the prefix once.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
     # Activations of a layer that is not recomputed in whole: its input, the results of its seven matrix
     # products and of attention, and attention's log-sums (4 bytes a head, fp32).
@@ -261,8 +265,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
     gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
         each stream. This memory holds the root and one layer, each with a copy of this rank's shards.
-    fragments: free memory that later tensors do not fit into. It remains where an fp32 gradient of a layer,
-        fp32 shards of the root or chunks of logits were, and between activations (HOLES).
+    fragments: free memory in pieces that are too small for later tensors. A layer's fp32 gradient, the fp32
+        shards of the root and the chunks of logits leave such pieces; others lie between activations (HOLES).
 
     bench/nullgpu/memory.py compares the planned memory with the bytes that a stub of CUDA's driver counts."""
     if not case.gpu:
@@ -279,8 +283,8 @@ def _update_instants(case, name, whole):
     whole: number of layers that are recomputed in whole, as `recomputed` returns it"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # Number of parameters of the root. It is gathered at the start of the forward pass, and stays gathered
-    # until the end of the backward pass.
+    # Number of parameters of the root. The root is gathered at the start of the forward pass, and stays
+    # gathered until the end of the backward pass.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
@@ -296,16 +300,16 @@ def _update_instants(case, name, whole):
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, kept) | _asleep(case)
     instants = [
-        # 1. Backward pass of the head. The activations of all layers are in memory. The head's gradient is
-        # there twice: as the fp32 sum over the chunks of logits, and cast to the dtype of the weights.
+        # 1. Backward pass of the head. The activations of all layers are in memory. So are two copies of the
+        # head's gradient: the fp32 sum over the chunks of logits, and the sum in the dtype of the weights.
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
         # 2. Backward pass of a layer. The head's gradient stays in memory until FSDP reduces the root's
-        # gradients over the ranks. FSDP is still reducing the fp32 gradient of the layer before.
+        # gradients over the ranks. FSDP is still reducing the fp32 gradient of the previous layer.
         {"gathered weights": b * (root + layer), "activations": kept + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the layer
-        # before, this layer's gradient, and an fp32 copy of this layer's gradient.
+        # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the
+        # previous layer, this layer's gradient, and an fp32 copy of this layer's gradient.
         {"gathered weights": b * (root + layer), "activations": kept,
          "whole gradients": b * head + (b + 8) * layer},
         # 4. End of the backward pass. In memory are the root's gradient, an fp32 copy of the root's gradient,
@@ -332,15 +336,15 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its weights
-    then."""
+    """Returns the engine's memory while models are trained, as a Usage. The torch engine does not sleep: it
+    keeps its weights."""
     if not case.engine_sleeps:
         return {"engine weights": case.engine_weights}
     return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns the memory at the instants of a step, in order of time. Each instant is a pair:
+    """Returns the instants of a step that may need the most memory, in order of time. Each instant is a pair:
 
     1. the phase: "sync", "rollout", or the name of the model that is updated;
     2. its Usage, with the sum of all items as "total"."""
@@ -424,7 +428,9 @@ def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     """Returns phase -> estimated seconds in a step, with the sum as "step".
 
-    prompt, response: mean lengths in tokens. The GPU's rates must be known. Communication is not counted."""
+    prompt, response: mean lengths in tokens
+
+    The flops and hbm of case.gpu must be known. Communication is not counted."""
     cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
@@ -480,12 +486,12 @@ def shortage(case: Case) -> str:
 def remedy(case: Case) -> str:
     """Returns flags that make the case fit, as text. None of them changes the algorithm.
 
-    The changes are tried in this order:
+    These changes are tried in order, until one fits:
 
-    1. one flag of `single`;
-    2. all flags of `free`, which save memory and cost only speed;
-    3. all flags of `free` and one flag of `single`;
-    4. the same changes with 2, 4, 8, … times the number of ranks."""
+    1. one flag
+    2. all flags of `free`, which save memory and cost only speed
+    3. all flags of `free`, and one more flag
+    4. no flag or one of the changes 1 to 3, with 2, 4, 8, … times as many ranks"""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)

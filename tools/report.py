@@ -45,8 +45,8 @@ def _read_json(path):
 
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Returns name of a recipe -> its runs. In config.json, the runs of a recipe differ only in `seed` and
-    `out`. A run without config.json is a recipe of its own."""
+    """Returns name of a recipe -> its runs. Runs of a recipe have the same config.json, except for the values
+    of `seed` and `out`. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
         config = _read_json(run / "config.json") or {"run": str(run)}
@@ -92,7 +92,7 @@ def _draw(figure, title, lines, scale):
                           alpha=0.2, linewidth=0)
     if scale == "log":
         axis.set_yscale("log")
-    elif scale == "variance":  # values far below -1, as a new critic has them, are not shown
+    elif scale == "variance":  # a new critic has values far below -1; they are not shown
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
         axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes the range from 0 to 1
@@ -157,7 +157,7 @@ def facts(run: Path) -> dict[str, str]:
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a table as text with a column for each run. Its lines are the `facts` of the runs, and the
+    """Returns a table as text, with a column for each run. The lines are the `facts` of the runs and the
     flags in which the runs differ."""
     columns = [{"": str(run)} | facts(run) for run in runs]
     configs = [_read_json(run / "config.json") for run in runs]

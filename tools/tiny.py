@@ -34,7 +34,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from configs import require, user_errors
 
-VERSION = 3  # to be raised with each change of this file that changes the model
+VERSION = 3  # raise this number when a change of this file changes the model
 # GUESSES: share of guesses in the final texts, which are the last third of the pretraining texts.
 # OFF: largest error of a guess. The error is uniform over the integers from -OFF to OFF.
 GUESSES, OFF = 0.5, 12
@@ -76,8 +76,7 @@ class Task(NamedTuple):
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said: returns the number to write for the total of a column. A task whose texts contain mistakes may
-        return a wrong number.
+    said: column total -> the number to write. A task that wants a mistake in its text returns another number.
     """
     columns, carry = [], 0
     while a or b:
