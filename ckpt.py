@@ -61,6 +61,7 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 # Name of a model (policy, critic or ref) -> the model and its optimizer. The ref has no optimizer.
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
+Facts = dict[str, Any]  # facts about a run: content of state.json, or of the marker file of an export
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
 
 
@@ -182,7 +183,7 @@ class Saver:
     warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted.
     """
 
-    def __init__(self, out: Path, models: Models, cfg: Config, facts: dict[str, Any], saved: int | None,
+    def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
@@ -285,7 +286,7 @@ def remove_unfinished(final: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(temp: Path, final: Path, facts: Mapping[str, Any], files: Files) -> None:
+def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. To upload
     checkpoints, start the upload at the end of this function.
 
@@ -437,7 +438,7 @@ def named(name: str) -> Path:
     return found.resolve()
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json, after comparing every file of the checkpoint with its
     checksum. Each rank checks some of the files. Raises UserError, the same on every rank, if a file is
     damaged."""
@@ -448,7 +449,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "state.json").read_text())
 
 
-def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
+def resume(path: Path, models: Models, facts: Facts) -> int:
     """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
     steps. The checkpoint may come from a run with another number of ranks. `facts`: this run's config,
     fingerprint of the problems, and hashes of the reward files.
@@ -471,7 +472,7 @@ def resume(path: Path, models: Models, facts: Mapping[str, Any]) -> int:
     return saved["step"]
 
 
-def start_from(path: Path, models: Models, facts: Mapping[str, Any]) -> str:
+def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
     the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config
     of this run and the hash of its tokenizer.
@@ -534,7 +535,7 @@ def check_export_path(out: Path) -> None:
 
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
-              facts: Mapping[str, Any] | None = None) -> None:
+              facts: Facts | None = None) -> None:
     """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. An
     earlier export there is replaced. All ranks must call this function.
 
@@ -600,7 +601,7 @@ def critic_class(config: PreTrainedConfig) -> type:
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
-def marker(run: Path, step: int, who: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
     made in training. `facts`: as in state.json. Its entry `prompt` is the text of --template, or "" for the
     tokenizer's chat template."""

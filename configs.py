@@ -299,9 +299,10 @@ class Config:
 
     @property
     def engine_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in the engine. It is larger than model_len
-        if evaluation allows longer responses than training."""
-        return max(self.model_len, self.max_prompt_len + self.eval_response_len)
+        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. It is larger
+        than model_len if evaluation allows longer responses than training."""
+        longer = self.eval_response_len > self.max_response_len
+        return self.max_prompt_len + self.eval_response_len if longer else self.model_len
 
     @property
     def samples_per_step(self) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import operator
 import os
 import resource
@@ -249,10 +250,9 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens. The tokenizer, the model config and the generation config may name
     different EOS tokens, and sampling must end at each of them."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    if (Path(path) / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        found.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
+    file = Path(path) / "generation_config.json"
+    if file.is_file():
+        found.append(json.loads(file.read_text()).get("eos_token_id"))
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     return {int(i) for ids in lists for i in ids if i is not None}
 

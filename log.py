@@ -180,7 +180,7 @@ STEP_LINE = {  # metric -> its format in the line that is printed after each ste
     "truncated": "trunc {:.0%}", "logp_gap/mean": "gap {:.0e}", "time/step": "{:.1f} s"}
 
 
-class Logger:
+class Logger(contextlib.AbstractContextManager):
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
     `start` is the first step that will be logged. Rows of step `start` or later, from an interrupted run, are
@@ -209,9 +209,6 @@ class Logger:
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []  # rows of the current step's samples, for the trackers
         self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
-
-    def __enter__(self) -> "Logger":
-        return self
 
     def __exit__(self, error: type | None, *_) -> None:
         self.close(failed=error is not None)

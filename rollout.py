@@ -532,9 +532,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 def load_sets(cfg: Config, tokenizer: Any, say: Say) -> Sets:
     """Returns name -> problems, for each file of --eval_data. The names come from `set_names`. Raises
     UserError, see load_problems."""
-    longer = cfg.eval_response_len > cfg.max_response_len  # evaluation allows longer responses than training
-    longest = cfg.engine_len if longer else cfg.model_len
-    return {name: load_problems([path], tokenizer, cfg, say, longest)
+    return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
 

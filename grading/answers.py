@@ -281,12 +281,12 @@ def _is_word(match):
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
     if word in UNITS and len(word) > 1:
-        return before[-1:].isdigit() or before[-1:] in tuple(" })")
+        return bool(re.fullmatch(r"[\d })]", before[-1:]))
     if word in UNITS:
-        return before[-1:] == " " and (before[0].isdigit() or before[0] in "})")
+        return bool(re.fullmatch(r"[\d})] ", before))
     if word in WORDS:
         return True
-    glued = before[-1:].isalnum() or before[-1:] in tuple("_^})\\") or after in tuple("^_+-=/")
+    glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
     return not glued and (len(word) > 2 or word in NO_UNIT)
 
 

@@ -143,10 +143,9 @@ def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
 def read_files(cfg: Config, problems: Sequence[Problem], held_out: Sets) -> dict[str, str]:
     """Returns the facts for `check_same` about this rank's files: the fingerprints of its problems and of its
     model folders, with their tokenizers."""
-    models = {f"--{name}": getattr(cfg, name) for name in ("model", "critic_model")}
     return ({"--data": fingerprint(problems)}
             | {f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
-            | {name: folder_fingerprint(path) for name, path in models.items() if path})
+            | {path: folder_fingerprint(path) for path in (cfg.model, cfg.critic_model) if path})
 
 
 def checkpoint_id(path: Path | None) -> str:

@@ -62,7 +62,8 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     changes = {"--data": dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=str(here)),
                "--eval_data here-train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
     said = refused(dataclasses.replace(base, out=str(tmp_path / "o"), **changes), here, there)
-    assert f"not every rank reads what rank 0 on {HOST} reads: other ({differs} " in said
+    name = str(here) if differs == "--model" else differs
+    assert f"not every rank reads what rank 0 on {HOST} reads: other ({name} " in said
 
 
 def test_a_mistake_on_one_host_is_the_line_that_all_show(base, tmp_path):
