@@ -184,19 +184,22 @@ class Logger(contextlib.AbstractContextManager):
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
     `start` is the first step that will be logged. Rows of step `start` or later, from an interrupted run, are
-    moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. Raises UserError if the
-    folder can't be written to.
+    moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. `plan`: the predicted
+    memory and time of the run (tools.plan.Plan), for plan.json. Raises UserError if the folder can't be
+    written to.
 
     Use a Logger as `with logger:`. The exit closes the files and tells the trackers whether the run failed.
     """
 
-    def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str]) -> None:
+    def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
+                 plan: Mapping[str, Mapping]) -> None:
         self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": dict(versions)}
         try:
             replace_text(out / "config.json", json.dumps(config, indent=1))
+            replace_text(out / "plan.json", json.dumps(plan, indent=1))
             for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
                 _set_aside(path, start)
         except OSError as e:
@@ -219,15 +222,10 @@ class Logger(contextlib.AbstractContextManager):
             tqdm.write(text)
             sys.stdout.flush()
 
-    def save_plan(self, plan: Mapping[str, Mapping]) -> None:
-        """Write the predicted memory and time of the run (tools.plan.Plan) to plan.json."""
-        if self.main:
-            (self.out / "plan.json").write_text(json.dumps(plan, indent=1))
-
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}`, and append the text to alarms.jsonl. If the text is empty, do nothing.
-        `step`: N; None: the next step that will be logged."""
-        if text and self.main:
+        """Print `!! step N: {text}`, and append the text to alarms.jsonl. `step`: N; None: the
+        next step that will be logged."""
+        if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
             with contextlib.suppress(OSError):

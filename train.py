@@ -75,6 +75,7 @@ from data import (
     batch_at,
     epoch_len,
     fingerprint,
+    group_by_prompt,
     load_problems,
     numbers_at,
     pack,
@@ -285,12 +286,11 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     say = print if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
-    start_id = checkpoint_id(found or origin)
-    check_same("starts from", {"checkpoint": start_id}, "a path that all share")
+    check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
     tokenizer, problems, held_out = dist.together(load_data, cfg, say)
     check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
-    plan_table = check_fit(cfg, world, epoch_len(problems), say)
+    planned = check_fit(cfg, world, epoch_len(problems), say)
     grader = dist.together(make_grader, cfg)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
     check_gold("--data", problems, grader, cfg, world, say)
@@ -307,9 +307,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
-    log = dist.together(Logger, out, cfg, world.main, start, ckpt.VERSIONS)
+    log = dist.together(Logger, out, cfg, world.main, start, ckpt.VERSIONS, planned)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
-    log.save_plan(plan_table)
     for line in filter(None, (agreement, taken)):
         log.say(line)
     if found:
@@ -458,7 +457,7 @@ def resample(run: Run, step: int, batch: list[Problem],
     There are at most --resample_rounds rounds. Each round replaces all prompts that are still uniform. A
     prompt that is uniform after the last round stays in the batch."""
     cfg, batch = run.cfg, list(batch)
-    uniform = uniform_prompts(samples, cfg)
+    uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
         if not uniform:
             break
@@ -470,18 +469,17 @@ def resample(run: Run, step: int, batch: list[Problem],
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(drawn, key=lambda s: s.key)
-        uniform = uniform_prompts(samples, cfg)
+        uniform = uniform_prompts(samples)
     if uniform:
         run.log.alarm(f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
                       f"{cfg.resample_rounds} rounds (--resample_rounds): the data is too easy or too hard")
     return batch, samples
 
 
-def uniform_prompts(samples: list[Sample], cfg: Config) -> set[int]:
+def uniform_prompts(samples: list[Sample]) -> set[int]:
     """Returns the ids of the prompts, on any rank, whose samples all have the same reward."""
-    differ = grpo.keep_groups(of_groups([s.reward for s in samples], cfg)).tolist()
-    prompts = [s.prompt_id for s in samples[::cfg.samples_per_prompt]]
-    return set(dist.gather_all(i for i, keep in zip(prompts, differ, strict=True) if not keep))
+    groups = group_by_prompt(samples)
+    return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
 
 @dist.phase("eval")

@@ -257,7 +257,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
     - the error message of the last update."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
-    log, meter = Logger(Path(cfg.out), cfg, True, 0, {}), Meter()
+    log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
 
     def update(value: float) -> bool:
         before = [p.detach().clone() for p in policy.model.parameters()]

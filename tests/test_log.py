@@ -108,7 +108,7 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 def written(out, rows, start=0, cfg=PPO) -> Logger:
     """Logs `rows` and their alarms to the folder `out`, in a run that starts at step `start`. Returns the
     Logger."""
-    logger = Logger(out, cfg, True, start, {"torch": "2"})
+    logger = Logger(out, cfg, True, start, {"torch": "2"}, {})
     for row in rows:
         logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
         for text in new_alarms(logger.history, cfg):
@@ -167,7 +167,6 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
         capsys.readouterr()
         resumed = written(out, rows[start:], start)
         resumed.alarm("a save failed")
-        resumed.alarm("")
         kept = read_jsonl(out / "alarms.jsonl")
         assert [(row["step"], row["text"]) for row in kept] == [*raised(rows), (50, "a save failed")]
         said = re.findall("^!! .*", capsys.readouterr().out, re.M)
@@ -251,7 +250,7 @@ def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
     """Logs `rows` with the tracker wandb, in a run that starts at step `start`. Returns the texts of the
     alarms. killed: the process kills itself two seconds after the last row."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
-    with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}) as logger:
+    with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:
             if row["step"] in samples_at:
                 logger.save_samples("samples", row["step"], [SAMPLE])

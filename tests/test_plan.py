@@ -74,7 +74,7 @@ def updated(cfg) -> dict[str, int]:
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
     out.mkdir(exist_ok=True)
-    log, used = Logger(out, cfg, False, 0, {}), dict(weights=0, gradients=0, AdamW=0)
+    log, used = Logger(out, cfg, False, 0, {}, {}), dict(weights=0, gradients=0, AdamW=0)
     for who in (policy, critic):
         for p in who.model.parameters():
             p.grad = torch.ones_like(p)

@@ -44,8 +44,8 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "small<run>"
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)
-    logger = Logger(out, cfg, True, 0, {"torch": "2"})
-    logger.save_plan({"run": {"ranks": 2, "a step": "<i>32 prompts</i>"}})
+    plan = {"run": {"ranks": 2, "a step": "<i>32 prompts</i>"}}
+    logger = Logger(out, cfg, True, 0, {"torch": "2"}, plan)
     for row in healthy(24):
         step = row.pop("step")
         if step % 12 == 0:

@@ -562,9 +562,8 @@ def _model_rows(case, name):
     cfg, updates, whole = case.cfg, getattr(case.cfg, f"{name}_updates"), case.recompute[name]
     steps = case.steps - cfg.freeze_policy_steps if name == "policy" else case.steps
     return {"parameters": case.params[name], "updates": steps * cfg.passes_per_step * updates,
-            "updates a pass": updates, "prompts an update": cfg.prompts_per_step / updates,
             "samples an update": cfg.samples_per_step / updates,
-            "layers recomputed": "none" if whole is None else whole, "ranks a copy": case.shards}
+            "layers recomputed": "none" if whole is None else whole}
 
 
 def _columns(columns):
