@@ -77,7 +77,7 @@ class MemoryLedger:
     def begin(self) -> None:
         """Start the readings of an `awake`. The first reading is the trainer's memory, without
         memory that torch has only cached."""
-        free_cache(self.device)
+        torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
 
@@ -85,7 +85,7 @@ class MemoryLedger:
         """Take the last reading of an `awake`, while the engine sleeps. Add the last reading minus the first
         reading to the residual."""
         before, _ = next(iter(self.readings.values()))
-        free_cache(self.device)
+        torch.cuda.empty_cache()
         self.mark("asleep")
         self.residual += self.readings["asleep"][0] - before
 
@@ -101,12 +101,6 @@ class MemoryLedger:
         lines = [f"  {stage:10} {held:9.3f} {seconds:10.3f}"
                  for stage, (held, seconds) in self.readings.items()]
         return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
-
-
-def free_cache(device: torch.device) -> None:
-    """Free the GPU memory that torch's allocator caches but does not use."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # --- the base class

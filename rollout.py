@@ -292,10 +292,10 @@ class Trajectories:
         if self.waiting:
             self.results |= self.grader.results()
             waiting, self.waiting = self.waiting, {}
-            for key, s in sorted(waiting.items()):
-                self._continue(key, s, self.results.pop(key))
+            for key in sorted(waiting):
+                self._continue(waiting[key], self.results.pop(key))
 
-    def _continue(self, key, s, reply):
+    def _continue(self, s, reply):
         """Append the environment's text to the trajectory. Then put the trajectory into `open` or into
         `complete`. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
@@ -315,7 +315,7 @@ class Trajectories:
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         # The policy may sample at least one token after the text.
-        self.open[key] = answered(s, reply.text, ids)
+        self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
         """Returns the number of tokens that may still be appended to the trajectory. Prompt and response

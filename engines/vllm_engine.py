@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from configs import UserError, require
-from engine import Engine, free_cache
+from engine import Engine
 
 VERSION = "0.32"  # the vLLM version that is accepted
 
@@ -63,7 +63,7 @@ class VLLMEngine(Engine):
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.apply_model(_repack_tied_head)
-        free_cache(self.device)
+        torch.cuda.empty_cache()
         self.ledger.mark("sync")
         self.llm.wake_up(tags=["kv_cache"])
         if self.llm.reset_prefix_cache() is False:

@@ -211,7 +211,7 @@ def _gold(fields):
 
 
 def _is_number(value):
-    return isinstance(value, JsonNumber | int | float) and not isinstance(value, bool)
+    return isinstance(value, JsonNumber | int | float | Decimal) and not isinstance(value, bool)
 
 
 def _plain_text(value):
@@ -220,8 +220,7 @@ def _plain_text(value):
         return value
     if isinstance(value, JsonNumber):
         return value.text
-    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    if not _is_number(value) or not math.isfinite(value):
         return None
     # Some programs write a column of integers with nulls as floats: 5 becomes 5.0. Undo this.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)

@@ -24,11 +24,13 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import dist
 from ckpt import VERSIONS
 from configs import DATA_FILES, Config, Say, UserError, given_flags, meanings, parse, require, user_errors
 from data import fingerprint
-from engine import Engine, eos_ids, free_cache
+from engine import Engine, eos_ids
 from grading.worker import Grader
 from guard.start import check_gold
 from guard.watch import watch
@@ -316,7 +318,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
         if c.engine_key != key:
             engine = None
             gc.collect()
-            free_cache(world.device)
+            torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
         result = describe(c, engine)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
