@@ -201,10 +201,6 @@ class Segments:
             self.slots = RowIndex(self.slots.index[token], self.slots.count)
             self.outputs = slot[self.outputs]
 
-    def lay_out(self, x: Tensor) -> Tensor:
-        """Returns the computed tokens x (U, heads, d), copied to their slots: (S, heads, d)."""
-        return x if self.slots is None else self.slots.take(x)
-
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
@@ -226,7 +222,9 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     if not (flash or segments.blocks):
         segments.pad()
     # Use squeeze(0), because the backward pass of x[0] would copy the gradient once more.
-    qkv = [segments.lay_out(x.squeeze(0).transpose(0, 1)) for x in (query, key, value)]
+    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d) each
+    if segments.slots is not None:
+        qkv = [segments.slots.take(x) for x in qkv]  # (S, heads, d) each
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None

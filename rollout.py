@@ -119,18 +119,15 @@ def reward_files(cfg: Config) -> dict[str, str]:
     """Returns path -> hash of the file's content, for each Python file that --reward and --env name. The hash
     is "" if the file does not exist."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
-    paths = {function.rpartition(":")[0] for function in functions if function}
-    files = {path: Path(path) for path in sorted(paths)}
-    return {path: hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
-            for path, file in files.items()}
+    files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+            for file in files}
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, also sets
     in_loss to False for truncated samples. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:  # the usual case: nothing to change
-        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):

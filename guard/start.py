@@ -151,8 +151,9 @@ def read_files(cfg: Config, problems: Sequence[Problem], held_out: Sets) -> dict
 def checkpoint_id(path: Path | None) -> str:
     """Returns the name and a hash of a complete checkpoint, as text; "none" if `path` is None. The hash is
     needed because machines with separate disks may have different checkpoints at the same path."""
-    mark = (path / "COMPLETE").read_bytes() if path else b""
-    return f"{path.name} {hashlib.sha256(mark).hexdigest()[:8]}" if path else "none"
+    if path is None:
+        return "none"
+    return f"{path.name} {hashlib.sha256((path / 'COMPLETE').read_bytes()).hexdigest()[:8]}"
 
 
 def program(cfg: Config) -> dict[str, str]:
