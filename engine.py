@@ -94,7 +94,8 @@ class MemoryLedger:
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": self.readings[stage][0] for stage in ("trainer", "awake", "asleep")} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
-            "time/sync": seconds["sync"], "time/sleep": seconds["asleep"]}
+            "time/sync": seconds["sync"], "time/sleep": seconds["asleep"],
+            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
 
     def table(self) -> str:
         """Returns the readings of the last `awake` as a text with one line for each stage."""
@@ -118,7 +119,6 @@ class Engine(abc.ABC):
         self.config = load_config(path)
         with torch.device("meta"):
             self.policy = Policy(self.config)  # has the names and shapes of all weights, but no memory
-        self.names = [name for name, _ in self.policy.named_parameters()]
         self.eos = eos_ids(path, tokenizer, self.config)
         self.version = None  # the step of the weights that the engine holds; None outside `awake`
         self.ledger = MemoryLedger(device)
@@ -201,15 +201,16 @@ class Engine(abc.ABC):
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such
         name, or if names are missing at the end."""
-        missing = dict.fromkeys(self.names)
+        known = dict(self.policy.named_parameters())
+        missing = dict(known)
         for name, tensor in weights:
             if name not in missing:
-                known = name in self.names
-                raise RuntimeError(f"{name} came twice" if known else f"the model has no parameter {name}")
+                twice = name in known
+                raise RuntimeError(f"{name} came twice" if twice else f"the model has no parameter {name}")
             del missing[name]
             yield name, tensor
         if missing:
-            raise RuntimeError(f"{len(missing)} of {len(self.names)} parameters did not come: "
+            raise RuntimeError(f"{len(missing)} of {len(known)} parameters did not come: "
                                f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}")
 
     @contextlib.contextmanager

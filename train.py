@@ -24,7 +24,6 @@ Three differences from Open-Reasoner-Zero:
 import gc
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -829,9 +828,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     A metric whose name ends in ² is a mean of squares. This function uses it to compute a variance, and does
     not return it."""
     with dist.phase("report"):
-        peaks = engine.ledger.metrics()
-        peaks["mem/host_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
-        for name, value in peaks.items():
+        for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
