@@ -299,8 +299,8 @@ class Config:
 
     @property
     def engine_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. It is larger
-        than model_len if evaluation allows longer responses than training."""
+        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. It is
+        larger than model_len if evaluation allows longer responses than training."""
         longer = self.eval_response_len > self.max_response_len
         return self.max_prompt_len + self.eval_response_len if longer else self.model_len
 

@@ -90,7 +90,8 @@ class MemoryLedger:
         self.residual += self.readings["asleep"][0] - before
 
     def metrics(self) -> dict[str, float]:
-        """Returns metric -> value for the last `awake`, in GiB (mem/…) and seconds (time/…)."""
+        """Returns metric -> value for the last `awake`, in GiB (mem/…) and seconds (time/…), and the peak of
+        this process's host memory since its start."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": self.readings[stage][0] for stage in ("trainer", "awake", "asleep")} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],

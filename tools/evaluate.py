@@ -19,7 +19,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -276,8 +275,8 @@ def engine_key(path: str, tokenizer: Any) -> tuple:
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """Returns the part of scores.json that says how a model is evaluated: model, tokenizer, flags, versions
-    and date."""
+    """Returns the part of scores.json that says how a model is evaluated: model, tokenizer, flags and
+    versions."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
@@ -286,8 +285,7 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
             "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
-            "versions": VERSIONS | used,
-            "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            "versions": VERSIONS | used}
 
 
 # --- the evaluation
