@@ -226,9 +226,9 @@ class Saver:
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
         error = dist.gather(self._publish(step, temp, every) if _is_main() else "", self.group)[0]
-        require(not bad, error, "another --out, with smaller learning rates")
+        require(not bad, error, "a new run (another --out) with smaller learning rates")
         require(not error or not self.failed, f"two saves in a row failed, the last one with: {error}",
-                f"a {self.out} that can be written to")
+                f"space and permission to write to {self.out}")
         self.failed = error != ""
         if error:
             self.warn(error)
@@ -258,7 +258,7 @@ class Saver:
         if error:
             shutil.rmtree(temp, ignore_errors=True)  # frees space, because the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
-            return f"the checkpoint after {step} steps failed: {error}; the last complete one: {last}"
+            return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
         for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):
             self.warn(warning)
         return ""
@@ -299,7 +299,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     files = {**files, **_describe(state)}
     cut = [name for name, entry in files.items() if (temp / name).stat().st_size != entry["bytes"]]
     if cut:
-        raise OSError(f"{cut[0]} was cut")
+        raise OSError(f"{cut[0]} was not written completely")
     if final.is_dir() and not final.is_symlink() and read_mark(final) is None:
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
     (temp / "COMPLETE").write_text(json.dumps(files))
@@ -394,12 +394,12 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 def verify(run: Path) -> None:
     """Print whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
     folders, bad = complete(run), []
-    require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved one")
+    require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint")
     for folder in folders:
         name = damaged(folder)
-        print(f"{folder}: {name} is damaged" if name else f"{folder}: whole")
+        print(f"{folder}: {name} is damaged" if name else f"{folder}: intact")
         bad += [folder.name] if name else []
-    require(not bad, f"damaged: {', '.join(bad)}", "one of the others, or a copy")
+    require(not bad, f"damaged: {', '.join(bad)}", "another checkpoint, or an intact copy")
 
 
 # --- resuming
@@ -415,8 +415,8 @@ def find(out: Path, resume: str) -> Path | None:
     if resume in ("auto", "never"):
         return newest
     path = named(resume)
-    require(path not in [p.resolve() for p in older], f"{resume} is older than {newest}",
-            "another --out: the newer checkpoints here then stay")
+    require(path not in [p.resolve() for p in older], f"--resume {resume} is older than the newest "
+            f"checkpoint, {newest}", "another --out, so that the newer checkpoints stay")
     return newest or path
 
 
@@ -433,8 +433,8 @@ def named(name: str) -> Path:
     places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
     found = next((p for p in places if read_mark(p) is not None), None)
     there = ", ".join(p.name for p in complete(path.parent))
-    require(found is not None, f"{name} is no complete checkpoint",
-            f"one of {there}" if there else "a folder ckpt/step_NNNNNN with COMPLETE in it, or a run's")
+    require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
+            "the folder of a run, or a folder ckpt/step_NNNNNN that contains COMPLETE")
     return found.resolve()
 
 
@@ -444,8 +444,8 @@ def read_state(folder: Path) -> Facts:
     damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
-    require(not bad, f"{folder / bad} is damaged: its bytes are not those that were saved",
-            f"move {folder} away, and start from an older checkpoint")
+    require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
+            f"an older checkpoint (move {folder} away and type the same command)")
     return json.loads((folder / "state.json").read_text())
 
 
@@ -458,15 +458,16 @@ def resume(path: Path, models: Models, facts: Facts) -> int:
     --steps. 3. The problems, a reward file or a setting of the algorithm changed since the checkpoint.
     """
     saved = read_state(path)
-    require(saved["step"] <= facts["config"]["steps"], f"{path} is after {saved['step']} steps, and this run "
-            f"has {facts['config']['steps']}", f"--steps {saved['step']} or more, or another --out")
+    steps = facts["config"]["steps"]
+    require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
+            f"--steps {saved['step']} or more, or another --out")
     changes = changed(saved["config"], facts["config"])
     if saved["problems"] != facts["problems"]:
         changes.append("other problems or another template")
     changes += [f"reward file {file} was edited" for file, digest in saved["reward_files"].items()
                 if facts["reward_files"].get(file, digest) != digest]
-    require(not changes, f"{path} is of a run with another config ({'; '.join(changes)})",
-            "the flags, the data and the reward files it was made with, or another --out")
+    require(not changes, f"{path} was saved with another config ({'; '.join(changes)})",
+            "the flags, the data and the reward files of that run, or another --out")
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return saved["step"]
@@ -489,7 +490,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
         if source in saved["models"]:
             other = [name for name, p in model.named_parameters()
                      if getattr(sizes.get(f"{source}.{name}"), "size", None) != p.shape]
-            require(not other, f"{path} has a {source} of another shape ({', '.join(other[:3])})",
+            require(not other, f"{path} has a {source} with other shapes ({', '.join(other[:3])})",
                     f"--model {source_of(source, saved['config'])}, which that run started from")
             _fill(path, source, model, None)
             filled.append(who)
@@ -530,7 +531,7 @@ def check_export_path(out: Path) -> None:
     """Raises UserError if `out` exists, unless it is an empty folder or an earlier export."""
     new = not os.path.lexists(out)
     empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
-    require(new or empty or is_export(out), f"{out} exists, and is no earlier export", "a new path, an empty "
+    require(new or empty or is_export(out), f"{out} exists, but is no earlier export", "a new path, an empty "
             "folder, or an earlier export")
 
 
@@ -560,7 +561,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
                             facts or {})
         remove_unfinished(out.with_name(glob.escape(out.name)))
         require(not error, f"{out} can't be written ({error})", "space and permission there, and then the "
-                "same command, or ckpt.py export; the checkpoints are whole")
+                "same command, or ckpt.py export (the checkpoints are intact)")
 
     dist.together(write if _is_main() else lambda: None)
 
@@ -619,7 +620,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)
-    require(who in saved["models"], f"{path} holds no {who}", f"one of {', '.join(saved['models'])}")
+    require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
     source = base or source_of(who, saved["config"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
@@ -641,8 +642,8 @@ def main(argv: list[str]) -> None:
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
-            raise UserError(f"ckpt.py {' '.join(argv)}; needed: python ckpt.py export RUN STEP|best|last OUT "
-                            "[critic] [--model PATH], or ckpt.py verify RUN")
+            raise UserError(f"unknown command: ckpt.py {' '.join(argv)}; needed: python ckpt.py export RUN "
+                            "STEP|best|last OUT [critic] [--model PATH], or ckpt.py verify RUN")
 
 
 if __name__ == "__main__":

@@ -226,20 +226,21 @@ class Config:
                 require(x is None or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
-        require("" not in self.stop, "--stop has an empty text", "texts that end a response, or none")
-        require(bool(self.reward) and bool(self.extractor), "no --reward, or no --extractor", "at least one")
-        require(not self.system_prompt or self.template == "chat", "--system_prompt without a chat template",
-                "--template chat")
+        require("" not in self.stop, "--stop has an empty text", "only texts that a response may end with")
+        require(bool(self.reward) and bool(self.extractor), "--reward or --extractor has no value",
+                "at least one value for each")
+        require(not self.system_prompt or self.template == "chat", "--system_prompt has no effect with "
+                f"--template {self.template}", "--template chat")
         require(not self.start_from or self.resume in ("auto", "never"),
-                f"--start_from {self.start_from} and --resume {self.resume} are two starts",
-                "one of them: --resume continues the same run, --start_from begins another")
+                f"--start_from and --resume {self.resume} can't be used together",
+                "only one of them: --resume continues the same run, --start_from begins another")
         require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
                 f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
         for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
                                      ("eval_temperature", self.eval_data, 1)):
             given = len(getattr(self, name))
             require(given in (default, len(files)), f"--{name} has {given} values for {len(files)} files",
-                    f"{default} or one a file")
+                    f"{default or 'no'} value, or one for each file")
 
     def _check_batch(self):
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
@@ -253,16 +254,17 @@ class Config:
                 f"{self.samples_per_step} samples",
                 "fewer --critic_updates or --policy_updates, or more samples")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
-                "as long as a response", f"less than --max_response_len {self.max_response_len}")
+                "not shorter than a response", f"less than --max_response_len {self.max_response_len}")
         require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens after which "
                 "complete responses are counted")
-        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} with --resample_rounds "
-                f"{self.resample_rounds}", "one of them")
+        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
+                f"{self.resample_rounds} can't be used together", "only one of them")
         # With --carry, a round must be shorter than a response. Otherwise no response is left to carry.
         longest = self.max_response_len - (1 if self.carry else 0)
-        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry}, and "
-                f"a response has at most {self.max_response_len} tokens", f"at most --round_len {longest}")
+        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
+                f"large: a response has at most {self.max_response_len} tokens",
+                f"at most --round_len {longest}")
 
     def _check_method(self):
         if self.compares_samples:
@@ -272,14 +274,14 @@ class Config:
             require(self.kl_in == "loss", f"--kl_in reward needs per-token rewards, which --advantage "
                     f"{self.advantage} lacks", "--kl_in loss, or --advantage return_whiten")
         for name in ("resample_rounds", "drop_uniform"):
-            require(not getattr(self, name) or self.compares_samples, f"--{name} looks for prompts whose "
-                    "samples differ, and this run does not compare them",
+            require(not getattr(self, name) or self.compares_samples, f"--{name} is for runs that "
+                    "compare the samples of a prompt, and this run does not compare them",
                     f"no --{name}, or --algo grpo with another --advantage than return_whiten")
         require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
-                "--kl_estimator k1 in the loss has a gradient without the reference in it",
+                "with --kl_in loss, the gradient of --kl_estimator k1 does not depend on the reference",
                 "--kl_estimator k2 or k3, or --kl_in reward")
         require(not self.carry or self.tis_clip is not None, f"--carry {self.carry} without --tis_clip: "
-                "tokens of older weights are trained on, and not corrected", "--tis_clip 2")
+                "nothing corrects for tokens that older weights sampled", "--tis_clip 2")
 
     @property
     def keeps_ref(self) -> bool:
@@ -338,8 +340,8 @@ class Config:
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
-        require(self.freeze_policy_steps < steps, f"--freeze_policy_steps {self.freeze_policy_steps} of "
-                f"{steps} steps leaves none that trains the policy", "fewer of them, or a longer run")
+        require(self.freeze_policy_steps < steps, f"--freeze_policy_steps {self.freeze_policy_steps}: none "
+                f"of the {steps} steps trains the policy", "a smaller number, or a longer run")
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
@@ -522,7 +524,7 @@ def layout_of(given: Mapping[str, str]) -> str:
     DEBUG_MODE=True means debug, as in Open-Reasoner-Zero. Raises UserError for an unknown layout, and if
     DEBUG_MODE is neither True nor False."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
-    require(debug in of_debug, f"the environment says DEBUG_MODE={debug}", "True or False")
+    require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
     require(name in LAYOUTS, f"no layout {name!r}{nearest(name, list(LAYOUTS))}",
             "--layout " + ", ".join(LAYOUTS))
@@ -550,7 +552,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     if argv and not argv[0].startswith("-"):
         name = argv.pop(0)
     require(name != "", "no preset given", f"{prog} PRESET, one of: {presets}")
-    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", presets)
+    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", f"one of {presets}")
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field in given:
         require(f"--{field}" in flags, f"no flag --{field}{nearest(f'--{field}', flags)}",
@@ -612,7 +614,7 @@ def set_allocator() -> None:
 def check_trackers(cfg: Config) -> None:
     """Raises UserError if --track names a package that is not installed."""
     for name in cfg.track:
-        require(importlib.util.find_spec(name) is not None, f"--track {name} without its package",
+        require(importlib.util.find_spec(name) is not None, f"--track {name}, but {name} is not installed",
                 f"pip install {name}")
 
 

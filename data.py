@@ -210,11 +210,11 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
             f"{getattr(cfg, flag)} tokens, or leaves no room for a response: with --template {cfg.template} "
             f"the shortest has {shortest}", f"a larger --{flag}, or another --template")
-    dropped = f"; dropped {repeated} repeated (the first of each stays)" if repeated else ""
+    dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
     if too_long:
         some = " ".join(p.where for p in too_long[:5])
         more = " …" if len(too_long) > 5 else ""
-        dropped += f"; dropped {len(too_long)} over {limit} tokens: {some}{more}"
+        dropped += f"; dropped {len(too_long)} prompts over {limit} tokens: {some}{more}"
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
@@ -242,7 +242,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
             ids = tokenizer(text, add_special_tokens=False).input_ids
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
-                "a template that ends where the answer begins, and a tokenizer without add_eos_token")
+                "a template that does not end in it, and a tokenizer without add_eos_token")
         return ids
 
     return encode
@@ -284,7 +284,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a chat template is a program, so it may raise any exception
         why = " ".join(f"{type(e).__name__}: {e}".split())
-        raise UserError(f"the chat template refuses its turns ({why:.80}); needed: roles that it knows, or "
+        raise UserError(f"the chat template refuses the row's turns ({why:.80}); needed: other roles, or "
                         "another --template") from None
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:

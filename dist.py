@@ -66,7 +66,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
-        require(local_rank < gpus, f"{gpus} GPUs on {os.uname().nodename}, and each rank takes one",
+        require(local_rank < gpus, f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
                 f"at most {gpus} ranks a machine (torchrun --nproc-per-node), or --device cpu")
         torch.cuda.set_device(local_rank)
         check_allocator()
@@ -90,7 +90,7 @@ def check_allocator() -> None:
     except RuntimeError as e:
         if "FabricInfo" not in str(e):
             raise
-        print("no expandable segments here; memory may be 3 GiB above the plan")
+        print("no expandable segments here; a rank may use 3 GiB more than planned")
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 

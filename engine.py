@@ -170,7 +170,7 @@ class Engine(abc.ABC):
                 stream = self.checked_weights(weights)
                 self.load(stream)
                 for name, _ in stream:  # at its end, the stream checks for missing weights
-                    raise RuntimeError(f"the engine did not take {name}")
+                    raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")
             yield self
         except BaseException:
@@ -196,8 +196,8 @@ class Engine(abc.ABC):
         """Raises RuntimeError unless the engine is awake with the weights of `version`."""
         if self.version != version:
             raise RuntimeError(
-                f"the engine holds weights of step {self.version} and was asked for step {version}; "
-                "generate inside `with engine.awake(full_weights(policy), version=step)`")
+                f"the engine holds weights of step {self.version}, but generate was called for step "
+                f"{version}; call it inside `with engine.awake(full_weights(policy), version=step)`")
 
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such

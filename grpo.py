@@ -97,13 +97,13 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
-                weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns two scalars: 1. the loss of a pack: the sum of the tokens' losses times `weights`; 2. the
     number of clipped tokens.
 
     weights (T,): from `token_weights`.
-    weight (T,): importance weight of each token, without gradient, to correct for the difference between the
-        log-probs of engine and trainer; None: 1.
+    correction (T,): importance weight of each token, without gradient, to correct for the difference between
+        the log-probs of engine and trainer; None: 1.
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
@@ -125,8 +125,8 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
         clipped = near < free
     else:
         raise ValueError(f"unknown ratio {ratio!r}")
-    if weight is not None:
-        loss = loss * weight
+    if correction is not None:
+        loss = loss * correction
     return (torch.where(mask, loss, 0) * weights).sum(), (clipped & mask).sum()
 
 

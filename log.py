@@ -158,17 +158,17 @@ def repeat_score(text: str) -> float:
     if not text:
         return 0.0
     n = len(text)
-    # ranks[k][i]: rank of the suffix that starts at i, if suffixes are sorted by their first 2^k characters
-    ranks, keys = [], list(text)
-    while not ranks or ranks[-1].max() < n - 1:
+    # suffix_ranks[k][i]: rank of the suffix from character i on, if only the first 2^k characters count
+    suffix_ranks, keys = [], list(text)
+    while not suffix_ranks or suffix_ranks[-1].max() < n - 1:
         rank = np.unique(keys, return_inverse=True)[1]
-        ranks.append(np.append(rank, -1))  # the empty suffix (it starts at n) has the lowest rank
-        second_half = np.minimum(np.arange(n) + 2 ** (len(ranks) - 1), n)
-        keys = rank * (n + 1) + ranks[-1][second_half]
-    order = np.argsort(ranks[-1])[1:]
+        suffix_ranks.append(np.append(rank, -1))  # the empty suffix (it starts at n) has the lowest rank
+        second_half = np.minimum(np.arange(n) + 2 ** (len(suffix_ranks) - 1), n)
+        keys = rank * (n + 1) + suffix_ranks[-1][second_half]
+    order = np.argsort(suffix_ranks[-1])[1:]
     i, j = order[:-1], order[1:]  # starts of neighbouring suffixes; the loop skips their common prefix
-    for k in reversed(range(len(ranks))):
-        common = 2**k * (ranks[k][i] == ranks[k][j])
+    for k in reversed(range(len(suffix_ranks))):
+        common = 2**k * (suffix_ranks[k][i] == suffix_ranks[k][j])
         i, j = i + common, j + common
     return 2 * float((i - order[:-1]).sum()) / (n * (n + 1))
 

@@ -51,12 +51,12 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
 # Settings that must be off in every family, because this file does not compute them.
-UNUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-          "quantization_config")
+MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
+               "quantization_config")
 # Settings that must be off because vLLM ignores them (found by bench/families.py). The published models of
 # these families do not use them.
-LEFT_OUT = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
-            "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
+IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
+                   "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
 # The supported types of rotary embeddings. Other types have frequencies that depend on the longest sequence
 # of the batch.
 ROPES = {"default", "linear", "llama3", "yarn"}
@@ -66,7 +66,7 @@ LAYERS = {"full_attention", "sliding_attention"}
 def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
-    wrong = [name for name in (*UNUSED, *LEFT_OUT.get(family, ())) if getattr(config, name, None)]
+    wrong = [name for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ())) if getattr(config, name, None)]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
     wrong += {*(getattr(config, "layer_types", None) or ())} - LAYERS
     if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
@@ -548,7 +548,7 @@ def _download(name):
         snapshot_download(name, **MODEL_FILES)
     except (OSError, ValueError) as e:
         reason = str(e).strip().partition("\n")[0][:150] or type(e).__name__
-        raise UserError(f"no folder {name}{neighbour(name)}, and the Hub's model {name} can't be had "
+        raise UserError(f"no folder {name}{neighbour(name)}, and the model can't be downloaded from the Hub "
                         f"({reason}); needed: hf download {name} --local-dir DIR where there is a network, "
                         "and then --model DIR") from None
 
@@ -561,8 +561,8 @@ def load_config(path: str) -> PreTrainedConfig:
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
             "weights saved by save_pretrained")
     family = json.loads((folder / "config.json").read_text()).get("model_type", "")
-    require(family in FAMILIES, f"{path} is a {family or 'model without a type'}, which is computed wrong or "
-            "was never compared with its original (docs/models.md)", f"one of {', '.join(FAMILIES)}")
+    require(family in FAMILIES, f"{path} has model_type {family!r}, which torz does not support "
+            "(docs/models.md)", f"one of {', '.join(FAMILIES)}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     check_settings(config, path)
     return config

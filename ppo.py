@@ -110,7 +110,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
-                weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns two scalars: 1. PPO's clipped loss of a pack (1707.06347, eq. 7); 2. the number of tokens whose
     loss was clipped.
 
@@ -118,15 +118,15 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     tokens: number of response tokens of the whole update.
     old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
         pass logp.detach(). The ratio is then 1, and the gradient is that of REINFORCE.
-    weight (T,): importance weight of each token, without gradient, to correct for the difference between the
-        log-probs of engine and trainer; None: 1.
+    correction (T,): importance weight of each token, without gradient, to correct for the difference between
+        the log-probs of engine and trainer; None: 1.
     """
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -torch.minimum(free, clipped)
-    if weight is not None:
-        loss = loss * weight
+    if correction is not None:
+        loss = loss * correction
     return torch.where(mask, loss, 0).sum() / tokens, ((clipped < free) & mask).sum()
 
 

@@ -50,8 +50,8 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     names = {t.name for t in terms}
     require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
             f"one of {', '.join(KINDS)}, or {SPEC}")
-    require(len(names) == len(terms), f"--reward {' '.join(reward)} has two parts of one name",
-            "at most one comparison of answers, and functions of different names")
+    require(len(names) == len(terms), f"--reward {' '.join(reward)} has two terms with the same name",
+            "at most one comparison of answers, and functions with different names")
     return graders + [t for t in terms if t not in graders]
 
 
@@ -64,8 +64,9 @@ def _term(spec, parts):
         weight = float(number)
     except ValueError:
         weight = 0.0
-    require(weight != 0 and math.isfinite(weight), f"reward {spec!r} has weight {number!r}",
-            "NAME=NUMBER, finite and not 0")
+    require(weight != 0 and math.isfinite(weight),
+            f"the weight {number!r} of reward {spec!r} is not a finite number, or is 0",
+            "NAME=NUMBER, with a number other than 0")
     if full in KINDS:
         return Term("accuracy", weight, kind=full)
     dataset, custom = _split_custom(full) if ":" in full else ("", "")

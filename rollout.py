@@ -95,7 +95,8 @@ def terms_of(cfg: Config) -> list[Term]:
     function has the name of a reward part."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
-    require(not clash, f"--reward has a function named {', '.join(clash)}, as a part is", "another name")
+    require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
+            "another name for the function or the data set")
     return terms
 
 
@@ -164,13 +165,13 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
-    require(not unknown, f"--reward or --extractor has a data set's own, but no row is of data set {unknown}",
+    require(not unknown, f"--reward or --extractor names data set {unknown}, but no row belongs to it",
             f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
     for dataset in sorted(datasets):
         found = graders_of(dataset, terms)
         require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
-                f"rows of data set {dataset!r} have no answer to compare, and --reward no grader for them",
-                f"--reward math {dataset}@FILE.py:FUNCTION")
+                f"--reward names no grader that can grade the rows of data set {dataset!r}",
+                f"a grader for them, such as --reward math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
 
 
 # --- trajectories
@@ -305,7 +306,7 @@ class Trajectories:
         # The environment's text is longer than the space that is left: the environment failed.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
-                                          f"and the response may have {left} more")
+                                          f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
         # No space is left, or the text fills it exactly. The policy could not reply to the text. So the
         # trajectory ends without the text, as truncated.
@@ -560,8 +561,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
         return ""
 
     names = [name(part) for part in parts]
-    require(all(names), f"--eval_data has two files of one name: {' '.join(paths)}",
-            "another name for one of them")
+    require(all(names), f"two files of --eval_data would have the same name: {' '.join(paths)}",
+            "each file once, and different file names")
     return names
 
 
@@ -609,7 +610,7 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
     """Raises UserError if --tp is used without vLLM, or if the model in the folder `path` does not support
     sequences of cfg.engine_len tokens."""
     kind = cfg.engine_kind(device.type == "cuda")
-    require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with the torch engine", "--engine vllm, or --tp 1")
+    require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with --engine torch", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
     require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
             f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "

@@ -166,7 +166,7 @@ def main(cfg: Config) -> None:
                 finish(run)
             else:
                 run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
-                            "the same command continues there")
+                            "the same command continues the run")
         run.grader.close()
         if run.world.main:
             folder = Path(os.path.relpath(run.log.out))
@@ -471,7 +471,8 @@ def resample(run: Run, step: int, batch: list[Problem],
         uniform = uniform_prompts(samples)
     if uniform:
         run.log.alarm(f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
-                      f"{cfg.resample_rounds} rounds (--resample_rounds): the data is too easy or too hard")
+                      f"{cfg.resample_rounds} rounds (--resample_rounds): these prompts are too easy or too "
+                      "hard for the policy")
     return batch, samples
 
 
@@ -671,9 +672,8 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
     """Do all updates of a step for one role, the policy or the critic. `pack_loss` is policy_pack_loss or
     critic_pack_loss."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
-    title = {"policy": "Actor", "critic": "Critic"}[role.name]
     for n in range(passes):
-        with log.bar(f"{title} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
+        with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
             for i, packs in enumerate(updates, n * len(updates)):
                 denominators, lr = counts(packs), cfg.lr(role.name, step, i)
                 meter.add(f"lr/{role.name}", lr, 1)
@@ -707,16 +707,16 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     if old is None:
         old = logp.detach()
         measure_gap(old, p, cfg, meter)
-    weight = mismatch_weight(old, p, cfg)
+    correction = mismatch_weight(old, p, cfg)
     if cfg.algo == "ppo":
         loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
-                                        weight)
+                                        correction)
     else:
         segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
                                      cfg.max_response_len, p.prompt_share)
         loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
-                                         cfg.clip_low, cfg.clip_high, weight)
+                                         cfg.clip_low, cfg.clip_high, correction)
     n = len(p.loss_tokens)
     entropy = entropy.sum()
     meter.add("policy_loss", loss * tokens, n)
@@ -768,7 +768,8 @@ def check_gap(meter: Meter, cfg: Config) -> None:
             f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
             f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
             "cache, another temperature, another dtype",
-            "a fix, or a larger --max_logp_gap for a rough dtype; nothing of this step is saved")
+            "a fix of the cause, or a larger --max_logp_gap if the dtype is imprecise; nothing of this step "
+            "is saved")
 
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,

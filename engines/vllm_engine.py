@@ -139,11 +139,11 @@ def _import_vllm():
     try:
         from vllm import LLM, __version__
     except ImportError as e:
-        raise UserError(f"--engine vllm, and vllm can't be imported ({str(e).splitlines()[0][:80]}); "
+        raise UserError(f"for --engine vllm, vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
     # The dots at the end make 0.32 and 0.32.1 pass, but not 0.320.
     tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
-    require(tested, f"--engine vllm, and vllm is {__version__}",
+    require(tested, f"--engine vllm was not tested with vllm {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
     return LLM
 

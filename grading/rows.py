@@ -93,7 +93,7 @@ def local_file(path: str) -> str:
         cached = try_to_load_from_cache(repo, file, repo_type="dataset")
         return cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
     except Exception as e:  # a download can fail with many types of errors
-        raise UserError(f"no file {path}, and the hub's file is neither in the cache nor downloaded "
+        raise UserError(f"no file {path}, and it can't be downloaded from the Hub "
                         f"({type(e).__name__}); needed: a file that exists, or first: "
                         f"hf download --repo-type dataset {repo} {file}") from None
 
@@ -114,7 +114,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     kind = fields.get("reward")
     if kind is None:
         kind = "choice" if choices else default
-    require(kind in KINDS, f"{where} has reward {kind!r:.80}", f"one of {', '.join(KINDS)}")
+    require(kind in KINDS, f"{where} has the unknown reward {kind!r:.80}", f"one of {', '.join(KINDS)}")
     if kind == "choice" and choices:
         role, text = turns[-1]
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
@@ -131,7 +131,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     _check_text(answer, "answer", row, where)
     dataset = _dataset(fields, where)
     texts = [answer, dataset, *(content for role, content in turns)]
-    require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is no character",
+    require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
             "text in UTF-8")
     return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset))
 
@@ -164,7 +164,7 @@ def _turns(prompt, where):
     user. Turns of the assistant at the end are left out: they demonstrate a response. Raises UserError."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
-        require(not turns, f"{where} has a conversation as text", "a list of turns")
+        require(not turns, f"{where} has a conversation as text", "a list of turns, not a text")
         return (("user", prompt),)
     if not isinstance(prompt, list):
         return ()
@@ -174,12 +174,12 @@ def _turns(prompt, where):
         role, text = _first(fields, "role", "from"), _first(fields, "content", "value")
         role = "user" if role is None else ORZ_ROLES.get(str(role), role)
         require(role in ROLES and isinstance(text, str),
-                f"{where} has a turn without text or of another role",
+                f"{where} has a turn without text or with an unknown role",
                 '{"role": "system", "user" or "assistant", "content": "1+1="}')
         turns.append((role, text))
     while turns and turns[-1][0] == "assistant":
         turns.pop()
-    require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a last turn of the user")
+    require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a user's turn at the end")
     return tuple(turns)
 
 
@@ -191,7 +191,7 @@ def _dataset(fields, where):
         if isinstance(value, list) and len(value) < 2:
             value = value[0] if value else None
         text = _plain_text(value)
-        require(value is None or text is not None, f"{where} has {name} {value!a:.80}",
+        require(value is None or text is not None, f"{where} has the field {name} {value!a:.80}",
                 "the name of one data set")
         if text and text.strip():
             return text.strip()
@@ -231,12 +231,12 @@ def _answer(fields, where):
     final answer is returned: the content of the box, or the text after `####`. Raises UserError."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
-    require(not as_text, f"{where} has its reward_model as text", '{"ground_truth": "2"}')
+    require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
     if text is None:
         return None
     if "\\boxed" in text or "\\fbox" in text:
         boxed = extract(text, "boxed")
-        require(boxed is not None, f"{where} has no answer in its box, which is empty or not closed",
+        require(boxed is not None, f"{where} has no answer in its box: the box is empty or not closed",
                 r"\boxed{ANSWER}")
         return boxed.strip()
     _, marked, last = text.rpartition("####")  # GSM8K
@@ -272,7 +272,7 @@ def _choices(fields, where):
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
-    require(right, f"{where} has choices that are not up to 26 texts",
+    require(right, f"{where} has over 26 choices, or one that is not a text",
             '"choices": ["5", "6"], or {"A": "5", "B": "6"}')
     return texts
 
@@ -285,8 +285,8 @@ def _with_choices(text, choices, where):
            for letter, choice in choices.items()):
         return text
     lists_others = all(re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices)
-    require(not lists_others, f"{where} has other choices in its problem than in its choices",
-            "the same choices")
+    require(not lists_others, f"{where}: its problem lists other choices than its field choices",
+            "the same choices in both")
     return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in choices.items())])
 
 
@@ -304,7 +304,7 @@ def _letter_of(gold, fields, choices, where):
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
-        require(len(found) < 2, f"{where} has the answer {text!a:.80}, which is {len(found)} of its choices",
+        require(len(found) < 2, f"{where} has the answer {text!a:.80}, which fits {len(found)} choices",
                 f"one of {', '.join(choices)}")
     require(len(found) == 1, f"{where} has the answer {gold!a:.80}, which is none of its choices",
             f"one of {', '.join(choices)}, or a choice's text, or its index from 0")
@@ -349,7 +349,7 @@ def _parquet_rows(file):
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, ValueError, OSError) as e:
-        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: a whole .parquet "
+        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: an intact .parquet "
                         "file") from None
 
 
@@ -379,4 +379,4 @@ def _not_json(where):
     except json.JSONDecodeError as e:
         raise UserError(f"{where} is not JSON ({e.msg}); needed: one JSON object a line, or a list") from None
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply; needed: a problem and its answer") from None
+        raise UserError(f"{where} is nested too deeply; needed: {EXAMPLE}") from None

@@ -28,12 +28,12 @@ ALARMS = {
     "length": (
         lambda now, cfg: (now["reward"] < SOLVED and now["response_len"] < now["longest"] / 3
                           and now["reward"] <= now["reward_at_longest"]),
-        "responses have {now[response_len]:.0f} tokens, after {now[longest]:.0f} at their longest, and the "
+        "responses have only {now[response_len]:.0f} tokens (before: up to {now[longest]:.0f}), and the "
         "reward is no higher; try a lower --policy_lr, and read samples/"),
     "truncated": (
         lambda now, cfg: now["truncated"] > 0.5,
         "{now[truncated]:.0%} of the responses are cut at --max_response_len {cfg.max_response_len} and "
-        "score 0; try a larger one, or a --stop that ends what samples/ shows"),
+        "score 0; try a larger one, or a --stop that fits the responses in samples/"),
     "uniform": (
         lambda now, cfg: (now["reward"] < SOLVED and now["uniform_groups"] > 0.8
                           and cfg.samples_per_prompt > 1),
@@ -51,7 +51,7 @@ ALARMS = {
     "gap": (
         lambda now, cfg: now["logp_gap/mean"] > 0.1 * cfg.max_logp_gap,
         "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token, and the run stops at "
-        "--max_logp_gap {cfg.max_logp_gap:g}; try --dtype float32; where that doesn't help, it is an error"),
+        "--max_logp_gap {cfg.max_logp_gap:g}; try --dtype float32; if that doesn't help, look for a bug"),
     "grading": (
         lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
         "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
@@ -59,7 +59,7 @@ ALARMS = {
     "memory": (
         lambda now, cfg: now["mem/residual_gb"] >= now["least_residual"] + 1,
         "the sleeping engine keeps {now[mem/residual_gb]:.1f} GiB of the device ({now[least_residual]:.1f} "
-        "at its least), and memory will run out; a smaller --engine_share or --pack_len leaves more room; "
+        "at its lowest), and memory will run out; a smaller --engine_share or --pack_len leaves more room; "
         "the same command starts a fresh process from the last checkpoint; --verbose shows where memory "
         "grows"),
 }

@@ -85,7 +85,8 @@ class FolderLock:
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
-            print(f"{self.file} is of another host; waiting for its heartbeat", flush=True)
+            print(f"the lock {self.file} belongs to a run on another host; waiting up to {patience:.0f} s to "
+                  "see whether that run is alive", flush=True)
         while self._beaten() == before and time.monotonic() - began < patience:
             time.sleep(2)
         return self._beaten() not in (before, 0.0)
@@ -109,7 +110,7 @@ class FolderLock:
                 return
             elif owner:
                 print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
-                      "leaving without a save", file=sys.__stderr__, flush=True)
+                      "this process ends without saving", file=sys.__stderr__, flush=True)
                 os._exit(1)
 
 

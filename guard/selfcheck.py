@@ -27,10 +27,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
-    ("after sleeping and waking", 1.0, 1, "buffers that sleeping loses and a sync doesn't bring"),
+    ("after sleeping and waking", 1.0, 1, "buffers that are lost in sleep and not restored by a sync"),
     ("a sync of halved weights changed nothing", 0.5, -1, "syncs don't reach the weights that are in use"),
     ("after a sync of other weights and back", 1.0, -1,
-     "a prefix cache that was not reset, or weights that only the first sync brings"))
+     "a prefix cache that was not reset, or weights that only the first sync loads"))
 
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
@@ -49,7 +49,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     dist.phase_seconds()  # resets the timers: the self-check's seconds are not part of the first step
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
-                "a fix of that, or --no-selfcheck to train anyway")
+                "a fix of the cause, or --no-selfcheck to train anyway")
     return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
 
 

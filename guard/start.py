@@ -47,10 +47,10 @@ def check_ranks(cfg: Config, ranks: int) -> None:
     require(cfg.ranks in (0, ranks),
             f"--layout {cfg.layout} is for {cfg.ranks} ranks, and {ranks} were started",
             f"torchrun {nodes} train.py …, or --layout any")
-    require(ranks % cfg.tp == 0, f"{ranks} ranks don't divide into engines of --tp {cfg.tp}",
+    require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
             f"a multiple of {cfg.tp} ranks, or --tp 1")
-    require(ranks % (cfg.shard_ranks or 1) == 0, f"{ranks} ranks don't divide into groups of --shard_ranks "
-            f"{cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
+    require(ranks % (cfg.shard_ranks or 1) == 0, f"{ranks} ranks can't be divided into groups of "
+            f"--shard_ranks {cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
@@ -119,7 +119,7 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
     path than the host of rank 0. owner: the content of the lock file that rank 0 has written."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
-            f"this host doesn't see {folder} as rank 0 on {owner['host']} does", needed)
+            f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
     try:
         probe.touch()
         probe.unlink()
@@ -127,17 +127,17 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
         raise UserError(f"can't write to {folder} ({e.strerror}); needed: {needed}") from None
 
 
-def check_same(does: str, facts: Mapping[str, str], needed: str) -> None:
+def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
-    does: a verb for the message. With "reads": "not every rank reads what rank 0 reads"
+    verb: used in the message. With "reads": "not every rank reads what rank 0 reads"
     facts: name -> text, for example the hash of a file
     needed: what the user should do, for the message"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
     other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
                     for host, found in every if found != expected})
-    require(not other, f"not every rank {does} what rank 0 on {main_host} {does}: {', '.join(other)}", needed)
+    require(not other, f"not every rank {verb} what rank 0 on {main_host} {verb}: {', '.join(other)}", needed)
 
 
 def read_files(cfg: Config, problems: Sequence[Problem], held_out: Sets) -> dict[str, str]:
@@ -171,8 +171,8 @@ def check_space(folder: Path, needed: float) -> None:
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     # The run deletes its old checkpoints when it saves new ones, so their bytes count as free.
     free = shutil.disk_usage(folder).free + used
-    require(free >= needed, f"{gib(free)} free in {folder} for checkpoints and exports",
-            f"{gib(needed)}, so a smaller --keep, or another --out")
+    require(free >= needed, f"only {gib(free)} free in {folder} for checkpoints and exports",
+            f"{gib(needed)} there, a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
@@ -191,8 +191,8 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
     has_own = any(Path(path).glob("tokenizer*"))
     ours, theirs = ({token: i for token, i in t.get_vocab().items() if i < known}
                     for t in (tokenizer, load_tokenizer(path) if has_own else tokenizer))
-    require(ours == theirs and max(ours.values()) < size, f"{path} has other tokens than {cfg.model}",
-            "--critic_model with the policy's tokenizer")
+    require(ours == theirs and max(ours.values()) < size, f"--critic_model {path} has another vocabulary "
+            f"than --model {cfg.model}", "a --critic_model with the policy's tokenizer")
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
@@ -256,7 +256,7 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
     if bad:
         say(found)
     require(not refuse or cfg.go or len(bad) <= GOLD_LIMIT * len(indices), found, "answers that math-verify "
-            'reads, another --reward, "reward": "exact" in such rows, or --go')
+            'can read, another --reward, "reward": "exact" in such rows, or --go')
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
@@ -289,14 +289,17 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
         length          compares the samples of a prompt, so one step needs several samples of each prompt"""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
-            "prompt, and there is one", "--samples_per_prompt 2 or more, or no such part")
+            "prompt, and each prompt has only one (--samples_per_prompt 1)",
+            "--samples_per_prompt 2 or more, or --reward without length")
     require("length" not in names or not cfg.carry or cfg.compares_samples, "--reward length compares the "
-            f"samples of a prompt, and --carry {cfg.carry} may train on them in several steps", "one of them")
+            f"samples of a prompt, and --carry {cfg.carry} may train on them in different steps",
+            "only one of them")
     parts = " ".join(name for name in ("format", "tags") if name in names)
     prompt = tokenizer.decode(list(problems[0].ids))
     require(not parts or not prompt.rstrip().endswith("<think>"),
             f"--reward {parts} looks for <think> in the response, and the prompt of --template "
-            f"{cfg.template} ends in it already", "a --template that doesn't, or no such part")
+            f"{cfg.template} already ends in <think>",
+            f"a --template that does not end in <think>, or --reward without {parts}")
 
 
 # --- the first responses
@@ -324,20 +327,21 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     found = Counter(dist.gather_all(found))
     extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common())
     if extractors:
-        say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} of them; others "
-            f"would: {extractors}\n")
+        say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} responses; "
+            f"others would: {extractors}\n")
     require(cfg.go or cut <= total / 2,
             f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
             "score 0",
-            "a larger one, a --template or --stop that lets the model end, or --go to train anyway")
+            "a larger --max_response_len, a --template or --stop that lets responses end, or --go to train "
+            "anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
     scored = any(dist.gather(any(s.reward for s in samples)))
-    first = f"; the first: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
+    first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "
-                          "that asks for the format of this one",
+                          "that asks for the format of --extractor",
               "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
-    require(cfg.go or scored, f"all of the first {total} responses score 0 ({mostly} mostly{first})",
-            remedy.get(mostly, "easier --data, or a --model that is sometimes right")
+    require(cfg.go or scored, f"all of the first {total} responses score 0 (most common reason: "
+            f"{mostly}{first})", remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
 
 

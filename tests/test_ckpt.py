@@ -229,7 +229,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
     assert [p.name for p in ckpt.complete(out)] == ["step_000002", "step_000006", "step_000008"]
     assert [r["step"] for r in read_metrics(out)] == list(range(8))
     said = capfd.readouterr().out
-    assert re.search("^!! step .*: the checkpoint after 4 steps failed: .*No space left.*; the last "
+    assert re.search("^!! step .*: the checkpoint after 4 steps was not saved: .*No space left.*; the last "
                      "complete one: step_000002$", said, re.MULTILINE)
 
 
@@ -318,7 +318,7 @@ def test_the_command_exports_either_model(two_ranks, tmp_path):
         ckpt.main(["export", str(out), "best", str(tmp_path / who), who])
         assert json.loads((tmp_path / who / "config.json").read_text())["architectures"] == [architecture]
         assert (tmp_path / who / "model.safetensors").is_file()
-    for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "holds no ref"),
+    for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "has no ref"),
                        (["4"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
             ckpt.main(["export", str(out), *argv])
@@ -382,7 +382,7 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
     other = make_model(tmp_path / "deep", layers=3)
     cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=str(two_ranks[0]), model=other)
     said, = run_ranks(1, ranks.prepared, cfg)
-    assert "has a policy of another shape (model.layers.2." in said and f"--model {base.model}" in said
+    assert "has a policy with other shapes (model.layers.2." in said and f"--model {base.model}" in said
 
 
 def test_signals_are_handled_only_while_training():
@@ -552,7 +552,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     with pytest.raises(UserError, match="damaged: step_000004;"):
         ckpt.main(["verify", str(out)])
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "step_000002: whole" in said[0]
+    assert len(said) == 2 and "step_000002: intact" in said[0]
     assert "step_000004" in said[1] and file.name in said[1]
     folder.rename(out / "ckpt" / "damaged")
     assert ckpt.find(out, "auto").name == "step_000002"

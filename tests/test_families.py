@@ -186,9 +186,9 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("olmo3", dict(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
     ("qwen2", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "dynamic"),
     ("phi3", dict(rope_parameters=LONGROPE), "longrope"),
-    ("llama", dict(model_type="gemma2"), "is a gemma2, which"),
-    ("llama", dict(model_type="qwen3_moe"), "is a qwen3_moe, which"),
-    ("llama", dict(model_type=""), "is a model without a type, which")])
+    ("llama", dict(model_type="gemma2"), "has model_type 'gemma2', which"),
+    ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
+    ("llama", dict(model_type=""), "has model_type '', which")])
 def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_path):
     """A setting that our model does not compute is refused: the error names the model's family. An unknown
     family is refused: the error lists all supported families."""
@@ -247,7 +247,7 @@ def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
     file.write_text(file.read_text().replace('"<think>"', '"<other>"'))
     tokenizer = model.load_tokenizer(folder_of("qwen2"))
     cfg = families.replace(PRESETS["tiny-ppo"], model=folder_of("qwen2"), critic_model=path)
-    with pytest.raises(UserError, match="has other tokens than"):
+    with pytest.raises(UserError, match="has another vocabulary than"):
         check_critic(cfg, tokenizer)
     check_critic(families.replace(cfg, critic_model=folder_of("granite")), tokenizer)
 

@@ -65,7 +65,7 @@ WRONG = {
     "clip": ({"clip_share": 0.5}, 5, ["%", "--policy_updates"]),
     "gap": ({"logp_gap/mean": 0.05}, 5, ["nats", "--max_logp_gap 0.1"]),
     "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["10%", "20%", "--grade_deadline", "now 5"]),
-    "memory": ({"mem/residual_gb": 2.0}, 5, ["2.0 GiB", "(0.5 at its least)", "--engine_share"]),
+    "memory": ({"mem/residual_gb": 2.0}, 5, ["2.0 GiB", "(0.5 at its lowest)", "--engine_share"]),
 }
 
 
@@ -197,7 +197,7 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
     for stream in sys.stderr, Terminal():
         monkeypatch.setattr(sys, "stderr", stream)
         logger = written(tmp_path, learning(2))
-        with logger.bar("Actor Train epoch [1/1]", 3) as bar:
+        with logger.bar("Policy Train epoch [1/1]", 3) as bar:
             bar.update(3)
             bar.refresh()
         logger.steps.refresh()
@@ -205,7 +205,7 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
     said, bars = capsys.readouterr(), stream.getvalue()
     assert said.err == ""
     assert [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"] * 2
-    assert re.search(r"\n\rActor Train epoch \[1/1\]: 100%", bars) and "2/24" in bars  # two lines
+    assert re.search(r"\n\rPolicy Train epoch \[1/1\]: 100%", bars) and "2/24" in bars  # two lines
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
@@ -367,7 +367,7 @@ def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # wandb is not installed
-    with pytest.raises(UserError, match="^--track wandb without its package; needed: pip install wandb$"):
+    with pytest.raises(UserError, match="but wandb is not installed; needed: pip install wandb$"):
         check_trackers(parse(["tiny-ppo", "--track", "wandb"]))
 
 

@@ -321,10 +321,10 @@ def test_what_cant_fit_is_refused_with_a_remedy_that_fits(how, flag):
 def test_a_machine_with_too_little_memory_is_refused():
     shape = plan.KNOWN["7b"]
     small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * GIB)
-    assert "which has 8.0 GiB" in plan.shortage(small)
+    assert "a rank has 8.0 GiB" in plan.shortage(small)
     assert not plan.shortage(dataclasses.replace(small, host=2000 * GIB))
     hosts = case("orz-7b", "--layout", "production", world=32, host=32 * GIB)
-    assert "machine that has 32.0 GiB" in plan.shortage(hosts)
+    assert "ranks of a machine share 32.0 GiB" in plan.shortage(hosts)
 
 
 # --- output

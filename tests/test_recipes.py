@@ -238,7 +238,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
                                                                  (0.25, 1.0, None)]
     rows = [data.Problem("?", (1,), "2", dataset="ifeval")]
     rollout.check_graders([rows], dataclasses.replace(cfg, extractor=("boxed",)))
-    with pytest.raises(UserError, match="rows of data set 'ifeval' have no answer to compare"):
+    with pytest.raises(UserError, match="names no grader that can grade the rows of data set 'ifeval'"):
         rollout.check_graders([rows], dataclasses.replace(cfg, reward=("math",)))
 
 
@@ -268,8 +268,8 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
 
 @pytest.mark.parametrize("change,words", [
-    (dict(extractor=("orz", "nosuch=letter")), "no row is of data set 'nosuch'.*needed: one of aime, gsm8k"),
-    (dict(reward=("math", "nosuch@r.py:f")), "no row is of data set 'nosuch'.*needed: one of aime, gsm8k"),
+    (dict(extractor=("orz", "nosuch=letter")), "data set 'nosuch', .*needed: one of aime, gsm8k"),
+    (dict(reward=("math", "nosuch@r.py:f")), "data set 'nosuch', .*needed: one of aime, gsm8k"),
     (dict(extractor=("boxed", "orz")), "two extractors for all other rows"),
     (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for data set 'gsm8k'"),
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
@@ -302,13 +302,13 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
 
 @pytest.mark.parametrize("reward,words", {
     ("maths",): "no reward 'maths' (did you mean math?)", ("math=x",): "weight 'x'",
-    ("math", "exact"): "two parts of one name", ("format",): "no grader", ("overlong",): "no reward",
-    ("math", "a.py:f", "b.py:f"): "two parts of one name", ("math=nan",): "weight 'nan'",
+    ("math", "exact"): "two terms with the same name", ("format",): "no grader", ("overlong",): "no reward",
+    ("math", "a.py:f", "b.py:f"): "two terms with the same name", ("math=nan",): "weight 'nan'",
     ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'", ("math=0",): "weight '0'",
-    ("math", "tags=0.0"): "weight '0.0'", ("math", "d@a.py:f", "D@b.py:g"): "two parts of one name",
-    ("math", "a/b@a.py:f", "a-b@b.py:g"): "two parts of one name",
-    ("@a.py:f",): "no data set before its @", ("math", "r.py:overlong"): "has a function named overlong, as",
-    ("math", "nonstop@r.py:f"): "function named nonstop", ("math", "r.py:format"): "function named format",
+    ("math", "tags=0.0"): "weight '0.0'", ("math", "d@a.py:f", "D@b.py:g"): "two terms with the same name",
+    ("math", "a/b@a.py:f", "a-b@b.py:g"): "two terms with the same name",
+    ("@a.py:f",): "no data set before its @", ("math", "r.py:overlong"): "of the built-in part overlong",
+    ("math", "nonstop@r.py:f"): "built-in part nonstop", ("math", "r.py:format"): "built-in part format",
 }.items())
 def test_a_wrong_reward_is_one_line(base, reward, words):
     with pytest.raises(UserError, match=re.escape(words)):
@@ -353,7 +353,7 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
 
 
 def test_a_run_that_never_trains_its_policy_is_refused():
-    with pytest.raises(UserError, match="--freeze_policy_steps 5 of 5 steps"):
+    with pytest.raises(UserError, match="--freeze_policy_steps 5: none of the 5 steps"):
         parse(["tiny-ppo", "--freeze_policy_steps", "5", "--steps", "5"]).with_steps(100)
 
 
@@ -504,9 +504,9 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
 
 
 @pytest.mark.parametrize("argv,words", [
-    ("--temperature 0.1", "--temperature does nothing in evaluation; needed: a flag that python -m"),
-    ("--samples_per_prompt=4", "--samples_per_prompt does nothing"), ("--model y", "--model does nothing"),
-    ("--no-selfcheck", "--selfcheck does nothing"), ("--policy-lr 1", "--policy_lr does nothing"),
+    ("--temperature 0.1", "--temperature has no effect in evaluation; needed: a flag that python -m"),
+    ("--samples_per_prompt=4", "--samples_per_prompt has no effect"), ("--model y", "--model has no effect"),
+    ("--no-selfcheck", "--selfcheck has no effect"), ("--policy-lr 1", "--policy_lr has no effect"),
     ("--reward math tags", "--reward math tags has a weight, a part or a second grader"),
     ("--reward math=2", "--reward math=2 has a weight"), ("--reward d@r.py:f tags", "d@r.py:f tags has"),
     ("--reward math r.py:f", "--reward math r.py:f has"),
@@ -547,8 +547,8 @@ def test_the_command_line_has_models_then_data_then_flags():
     assert stops("") == PRESETS["orz-7b"].stop == stops("--template orz")
     assert stops("--template chat") == () == stops("--template=chat")
     assert stops("--template chat --stop </answer>") == ("</answer>",)
-    for argv, words in (["m"], "tools.evaluate m; needed: python -m"), ([], "tools.evaluate ; needed"), (
-            ["m", "./m", "a.json"], "the same model twice; needed: each model once"):
+    for argv, words in (["m"], "no data file in: tools.evaluate m; needed: python -m"), ([], "no data"), (
+            ["m", "./m", "a.json"], "the same model twice in: tools.evaluate m ./m a.json; needed: each"):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)
 
@@ -643,8 +643,8 @@ def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkey
     message = run_ranks(2, outcome, [tiny, "short", *argv])
     assert message[0] == message[1] and message[0].startswith("short has 30 positions, and a prompt with its")
     assert run_ranks(1, outcome, [tiny, "broken", *argv, "--engine", "vllm"]) == [
-        f"vLLM takes models of one kind in a process, and broken differs from {tiny} in config.json, "
-        "tokenizer or end tokens; needed: a command for each, or --engine torch"]
+        f"vLLM runs only models of one kind in a process, and broken differs from {tiny} in config.json, "
+        "tokenizer or end tokens; needed: a separate command for each, or --engine torch"]
     file = "short/config.json"
     assert run_ranks(2, outcome, [tiny, *argv, "--out", file])[0].endswith(
         f"can't write to {file} (File exists); needed: --out with a folder that can be written to")

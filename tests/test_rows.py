@@ -138,8 +138,8 @@ REFUSED = {
     r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
-    '{"prompt": NARRATOR, "answer": "2"}': "of another role",
-    '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "of another role",
+    '{"prompt": NARRATOR, "answer": "2"}': "an unknown role",
+    '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "an unknown role",
     '{"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "2"}': "a turn without text",
     **{f'{{"prompt": "1+1=", "answer": {value}}}': "no answer" for value in
        ("null", "NaN", "Infinity", "true", "false", "[]", '["1", "2"]', "{}", '""', r'" \n\t"', "[[]]")},
@@ -150,18 +150,18 @@ REFUSED = {
     r'{"problem": "1+1=", "solution": "so \\boxed{2"}': "no answer in its box",
     r'{"problem": "1+1=", "solution": "so \\boxed{ }"}': "no answer",
     '{"prompt": "1+1=", "reward_model": {"style": "rule"}}': "no answer",
-    **{f'{{"prompt": "1+1=", "answer": "2", "reward": {kind}}}': "has reward" for kind in
+    **{f'{{"prompt": "1+1=", "answer": "2", "reward": {kind}}}': "unknown reward" for kind in
        ('"vibes"', "1", "[]", '["math"]', '""', "false")},
     '{FOUR, "answer": 4}': "none of its choices", '{FOUR, "answer": -1}': "none of its choices",
     '{FOUR, "answer": "E"}': "none of its choices", '{FOUR, "answer": 0.5}': "none of its choices",
     '{FOUR, "answer": true}': "none of its choices", '{FOUR, "answer": null}': "none of its choices",
-    '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "2 of its choices",
-    '{"question": "1+1=", "choices": ["B", "A"], "answer": "A"}': "2 of its choices",
-    '{"question": "1+1=", "choices": ["1", null], "answer": 0}': "choices that are not",
-    '{"question": "1+1=", "choices": "1 or 2", "answer": 0}': "choices that are not",
-    '{"question": "1+1=", "choices": {"1": "x"}, "answer": 0}': "choices that are not",
-    '{"question": "1+1=", "choices": MANY, "answer": 0}': "choices that are not",
-    r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "other choices in its problem",
+    '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 choices",
+    '{"question": "1+1=", "choices": ["B", "A"], "answer": "A"}': "fits 2 choices",
+    '{"question": "1+1=", "choices": ["1", null], "answer": 0}': "over 26 choices, or one that",
+    '{"question": "1+1=", "choices": "1 or 2", "answer": 0}': "over 26 choices, or one that",
+    '{"question": "1+1=", "choices": {"1": "x"}, "answer": 0}': "over 26 choices, or one that",
+    '{"question": "1+1=", "choices": MANY, "answer": 0}': "over 26 choices, or one that",
+    r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "problem lists other choices",
     r'{"prompt": "1+1=\ud800", "answer": "2"}': "lone surrogate",
     r'{"prompt": "1+1=", "answer": "2\udfff"}': "lone surrogate",
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
@@ -248,7 +248,7 @@ def test_a_row_names_its_data_set_as_rlvr_or_verl_do(fields, dataset):
 def test_several_data_sets_of_a_row_are_refused(value):
     for name in ("dataset", "data_source"):
         row = ROW.decode(f'{{"prompt": "1+1=", "answer": "2", "{name}": {value}}}')
-        with pytest.raises(UserError, match=rf"^f row 1 has {name} .*; needed: the name of one data set$"):
+        with pytest.raises(UserError, match=rf"has the field {name} .*; needed: the name of one data set$"):
             rows.problem_of(row, "f row 1")
 
 
@@ -328,7 +328,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
                                             rf"ssistant\).*--template {template}.*needed: --template chat"):
             load(path, tokenizer, replace(CFG, template=template))
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
-    with pytest.raises(UserError, match="row 2: the chat template refuses its turns"):
+    with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
 
 
@@ -337,10 +337,10 @@ LOSSY = {  # chat template that is refused for a row with a --system_prompt -> w
     "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "doesn't show the system turn",
     "{{ messages[0].content }}": "doesn't show the user turn",
     "{{ messages[-1].content[:9] }}": "doesn't show the system turn",
-    TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
-    TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
-    TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
-    TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: ",
+    TURNS + "{{ messages | length + 'x' }}": r"refuses the row's turns \(TypeError: ",
+    TURNS + "{{ messages[0].name.first }}": r"refuses the row's turns \(UndefinedError: ",
+    TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses the row's turns \(ZeroDivisionError: ",
+    TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: ",
 }
 
 
@@ -559,7 +559,7 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     told = []
     problems = data.load_problems(files, tokenizer, CFG, told.append)
     assert [p.where for p in problems] == [*(f"0.jsonl:{i}" for i in range(1, 6)), "1.jsonl:6"]
-    assert "6 problems" in told[0] and "dropped 5 repeated (the first of each stays)" in told[0]
+    assert "6 problems" in told[0] and "dropped 5 repeated rows (the first of each stays)" in told[0]
     same = data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)
     assert len(same) == 5 and data.epoch_len(same) == 5
 
@@ -577,7 +577,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
     shards = rollout.set_names([f"a/b:data/test-{i:05d}-of-00002.parquet" for i in range(2)])
     assert shards == ["test-00000-of-00002", "test-00001-of-00002"]
     for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
-        with pytest.raises(UserError, match="two files of one name"):
+        with pytest.raises(UserError, match="two files of --eval_data would have the same name"):
             rollout.set_names(twice)
 
 
@@ -588,7 +588,7 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
     told = []
     kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
-    assert [len(p.ids) for p in kept] == [19] and "dropped 2 over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
+    assert [len(p.ids) for p in kept] == [19] and "2 prompts over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
     for short in (dict(max_model_len=12), dict(max_prompt_len=11)):

@@ -175,15 +175,16 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
     models, files = paths[:count], paths[count:]
     command = f"tools.evaluate {' '.join(argv)}"
-    require(bool(files), command, "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
-    require(len(set(map(model_name, models))) == count, f"{command}: the same model twice",
+    require(bool(files), f"no data file in: {command}",
+            "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
+    require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
             "each model once")
     # The preset orz-7b limits prompt plus response to 8192 tokens. A user's --max_response_len may be larger,
     # so --max_model_len 0 removes this limit.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
     for name in given:
-        require(name in EVAL_FLAGS, f"--{name} does nothing in evaluation",
+        require(name in EVAL_FLAGS, f"--{name} has no effect in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
     check_reward(cfg)
     if cfg.template == "chat" and "stop" not in given:
@@ -207,8 +208,8 @@ def check_reward(cfg: Config) -> None:
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
-            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader, which does nothing in "
-            "evaluation", "one grader for each row")
+            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader, which has no effect "
+            "in evaluation", "one grader for each row")
 
 
 # --- results
@@ -299,9 +300,9 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
         check_engine_flags(c.path, c.cfg, world.device)
         kind = c.cfg.engine_kind(world.device.type == "cuda")
         require(c.engine_key == first.engine_key or kind != "vllm",
-                f"vLLM takes models of one kind in a process, and {c.cfg.model} differs from "
+                f"vLLM runs only models of one kind in a process, and {c.cfg.model} differs from "
                 f"{first.cfg.model} in config.json, tokenizer or end tokens",
-                "a command for each, or --engine torch")
+                "a separate command for each, or --engine torch")
 
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,

@@ -472,14 +472,15 @@ def shortage(case: Case) -> str:
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
         items = ", ".join(f"{item} {gib(usage[item])}" for item in largest)
-        return f"phase {phase} takes {gib(usage['total'])} a rank ({items}), which has {gib(case.capacity)}"
+        return (f"phase {phase} needs {gib(usage['total'])} a rank ({items}), but a rank has "
+                f"{gib(case.capacity)}")
     tokens, length = kv_tokens(case), case.cfg.engine_len
     if case.gpu and tokens < length:
         return (f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds {tokens:,} tokens "
-                f"beside its weights, and a prompt with its response takes {length:,}")
+                f"beside the weights, but a prompt with its response may have {length:,}")
     if case.offloads and 0 < case.host < case.state * case.local:
-        return (f"each rank keeps {gib(case.state)} on the host, and {case.local} share a machine that has "
-                f"{gib(case.host)}")
+        return (f"each rank keeps {gib(case.state)} in host memory, but the {case.local} ranks of a machine "
+                f"share {gib(case.host)}")
     return ""
 
 
@@ -519,7 +520,7 @@ def verdict(case: Case) -> str:
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
-    return f"fits: phase {phase} takes most, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
+    return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
 
 
 # --- the plan as a table

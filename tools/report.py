@@ -263,7 +263,7 @@ def write_report(run: Path) -> None:
         "Curves": f'<img alt="curves" src="data:image/png;base64,{picture}">',
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
-        "Numbers": _fold("Metrics: docs/metrics.md tells their meaning", _metrics(read_metrics(run)))
+        "Numbers": _fold("Metrics (docs/metrics.md explains them)", _metrics(read_metrics(run)))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
         + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
     page = _fill(PAGE, {"title": run.resolve().name}) + "".join(
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "the folder of a run that has logged a step (train.py's --out, with metrics.jsonl in it)")
         if len(args.runs) == 1:
             require(args.out is None, f"--out {args.out} with one run",
-                    "two runs or more; the report of one is written into its folder")
+                    "two runs or more; the report of one run is written into the run's folder")
             write_report(*args.runs)
             print(story(*args.runs))
             return

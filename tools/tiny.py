@@ -142,8 +142,8 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     file = path / "tiny.json"
     if file.is_file() and config.items() <= json.loads(file.read_text()).items():
         return str(path)
-    require(not path.exists(), f"{path} is not the base model of {config}",
-            "another folder, or remove this one")
+    require(not path.exists(), f"{path} exists and is not the base model of {config}",
+            "another folder, or this one removed")
     new = path.with_name(f"{path.name}.new")  # may exist after an interrupted build; is then overwritten
     new.mkdir(parents=True, exist_ok=True)
     _build(new, seed, task)
