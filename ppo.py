@@ -3,7 +3,8 @@
 Papers: PPO arXiv 1707.06347, GAE 1506.02438, Open-Reasoner-Zero (ORZ) 2503.24290.
 
 A pack is the input of one forward pass: N segments end to end, T tokens in all. A segment is one prompt with
-one response. An update is one optimizer step. Its gradient is the sum over several packs on every rank.
+one response. An update is one optimizer step. The gradient of an update is summed over several packs on every
+rank.
 
 Shapes:
     mask        (T,) bool, true on the response tokens that enter the loss
@@ -11,11 +12,9 @@ Shapes:
     values      (T,) values[t] is the critic's value of the state before token t
 Log-probabilities and KL are in nats.
 
-Each loss is a sum over tokens, divided by the number of response tokens in all packs of the update, on all
-ranks. The caller passes this number. So neither the packing nor the number of ranks changes a gradient.
-
-Difference from ORZ: ORZ takes the mean over the tokens of each pack, and then the mean over packs.
-"""
+Each loss is a sum over tokens, divided by the number of response tokens in the whole update, which the caller
+passes. So neither the packing nor the number of ranks changes a gradient. ORZ differs: it takes the mean over
+the tokens of each pack, and then the mean over packs."""
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from torch import Tensor
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Returns (T,): the index of each token's segment, from 0 to N-1.
 
-    `tokens` is T. The caller passes T, because reading cu_seqlens[-1] would make the host wait for the GPU.
-    """
+    The caller passes `tokens` (T), because reading cu_seqlens[-1] would make the host wait for the GPU."""
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
@@ -33,22 +31,21 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma: float = 1.0,
         lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns 1. advantages (T,) and 2. returns (T,), both 0 outside `mask` (GAE, 1506.02438, eq. 16).
+    """Returns advantages (T,) and returns (T,), both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t, where V_{t+1} is 0 at a segment's last step
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    A time step t is a token in `mask`. Tokens outside `mask` are skipped. The reward of a skipped token is
-    added to the last time step before it in the same segment.
-    """
+    The time steps t are the tokens in `mask`. The reward of a token outside `mask` is added to the last time
+    step before this token in the same segment."""
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
     # (T,) for each token: the last time step up to this token, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # (T,) true if this time step is in the token's segment. If false, the token's reward is dropped.
+    # (T,) true if `step` is in the token's own segment; otherwise the token's reward is dropped
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
@@ -60,9 +57,9 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. At the start of an iteration, adv_t
-    # is the sum of the first `reach` of these terms. The iteration adds the next `reach` terms, whose
-    # sum is in adv_{t+reach}. So log2(number of time steps) iterations are enough.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. Before each iteration, adv_t is the
+    # sum of the first `reach` terms, and adv_{t+reach} is the sum of the next `reach` terms. So each
+    # iteration doubles `reach`.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -73,7 +70,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     """Returns (3,) float64: count, sum and sum of squares of the values x (T,) where `mask` is true. To
-    whiten several packs or ranks together, add up their stats."""
+    whiten several packs or ranks together, add up the stats of all of them."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
@@ -92,11 +89,10 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
 
-    logp (T,): log-probs of the policy. The policy must have sampled the tokens.
+    logp (T,): log-probs of the policy, which must have sampled the tokens.
     ref (T,): log-probs of the reference model.
     estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
-        name.
-    """
+        name."""
     d = logp - ref
     if estimator == "k1":
         return d
@@ -111,16 +107,15 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
                 correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: 1. PPO's clipped loss of a pack (1707.06347, eq. 7); 2. the number of tokens whose
+    """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of tokens whose
     loss was clipped.
 
     The loss is summed over the tokens in `mask` and divided by `tokens`.
     tokens: number of response tokens of the whole update.
     old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
-        pass logp.detach(). The ratio is then 1, and the gradient is that of REINFORCE.
-    correction (T,): importance weight of each token, without gradient, to correct for the difference between
-        the log-probs of engine and trainer; None: 1.
-    """
+        pass logp.detach(); the gradient is then that of REINFORCE.
+    correction (T,): importance weight of each token, without gradient, for the difference between the
+        log-probs of engine and trainer; None: 1."""
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
