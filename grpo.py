@@ -1,9 +1,10 @@
-"""The GRPO family as pure tensor maths. There is no critic. The samples of one prompt are compared instead.
+"""The GRPO family as pure tensor maths. These algorithms compare the samples of one prompt, and need no
+critic.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
 REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
-An algorithm is a combination of three choices. The presets in configs.py make these choices:
+Three flags make an algorithm:
     --advantage    how rewards become advantages: `group_advantages`
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
@@ -16,10 +17,9 @@ Shapes (ppo.py explains packs, segments and updates):
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-Difference from Open-Reasoner-Zero (ORZ): GRPO divides by the group's standard deviation, and is
-"group_mean_std" in this file. ORZ's code has a mistake in operator precedence, does not divide, and so
-computes "group_mean_whiten".
-"""
+The GRPO paper divides by the group's standard deviation ("group_mean_std" in this file). The code of
+Open-Reasoner-Zero does not divide, because of a mistake in operator precedence. So it computes
+"group_mean_whiten"."""
 
 import torch
 from torch import Tensor
@@ -45,13 +45,13 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred * (n / (n - 1))
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # If all rewards of a group are equal, a rounding error of the mean could make `centred` nonzero.
+    # A rounding error of the mean could make the advantages of equal rewards nonzero.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: true if the n rewards of a prompt are not all equal. If they are, the prompt has no
-    gradient (DAPO, eq. 11). rewards: (P, n)."""
+    """Returns (P,) bool: true if the rewards (P, n) of a prompt are not all equal. If they are equal, the
+    prompt has no gradient (DAPO, eq. 11)."""
     return (rewards != rewards[:, :1]).any(1)
 
 
@@ -65,8 +65,8 @@ def batch_std(total: Tensor) -> float:
 
 
 def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
-    """Returns DAPO's penalty for a response of `length` tokens (2503.14476, eq. 13). The penalty is 0 up to
-    max_len - buffer tokens. From there it falls linearly to -1 at max_len tokens."""
+    """Returns DAPO's penalty for a response of `length` tokens (2503.14476, eq. 13): 0 up to max_len - buffer
+    tokens, then linearly down to -1 at max_len tokens."""
     return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
@@ -98,19 +98,18 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
                 correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: 1. the loss of a pack: the sum of the tokens' losses times `weights`; 2. the
-    number of clipped tokens.
+    """Returns two scalars: the loss of a pack, which is the sum of the tokens' losses times `weights`, and
+    the number of clipped tokens.
 
     weights (T,): from `token_weights`.
-    correction (T,): importance weight of each token, without gradient, to correct for the difference between
-        the log-probs of engine and trainer; None: 1.
+    correction (T,): importance weight of each token, without gradient, for the difference between the
+        log-probs of engine and trainer; None: 1.
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
-        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio is detached. The gradient comes
-                    from logp, also for clipped tokens (CISPO, eq. 4).
-    Raises ValueError for another ratio.
-    """
+        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio is detached, so the gradient
+                    comes from logp, also for clipped tokens (CISPO, eq. 4).
+    Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":
         log_ratio = _segment_sum(log_ratio, segment) / _segment_sum(mask.float(), segment).clamp(min=1)
