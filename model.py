@@ -2,21 +2,17 @@
 
 A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the names of Hugging
 Face's own classes, so state dicts, exports and vLLM's loader need no renaming. For attention, transformers
-calls the function `packed_attention` of this file, which has three cases:
+calls `packed_attention`, which has three cases:
 
     training on CUDA in bf16             varlen kernel
     training on a CPU, or in fp32        padded rows
     decoding in the PyTorch engine       with a cache of keys and values
 
-    policy = load_policy("path/to/Qwen2.5-7B")
-    logp, entropy = logprobs(policy, pack, temperature=1.0)      # (T,) each, fp32
+Logits and log-probs are fp32. From bf16 logits, log-probs would be wrong by 0.012 nats, which is too much for
+a clipped ratio.
 
-The temperature divides the logits, as in the engine. Logits and log-probs are fp32. From bf16 logits,
-log-probs would be wrong by 0.012 nats, which is too much for a clipped ratio.
-
-Shapes: T tokens of a pack, U tokens that are computed, S slots of attention (see Segments), N segments,
-V vocabulary, D hidden size, H heads, Hkv heads of keys and values, d head size.
-"""
+Shapes: T tokens of a pack, U tokens that are computed, S slots of attention (see Segments), N segments, V
+vocabulary, D hidden size, H heads, Hkv heads of keys and values, d head size."""
 
 import contextlib
 import hashlib
@@ -45,20 +41,18 @@ ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and return
 
 # --- families
 
-# The supported model types. tests/test_families.py compares each type with transformers' own classes.
-# docs/models.md says how the types differ, and why other types are refused.
+# The supported model types. docs/models.md says how the types differ, and why other types are refused.
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
 # Settings that must be off in every family, because this file does not compute them.
 MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
                "quantization_config")
-# Settings that must be off because vLLM ignores them (found by bench/families.py). The published models of
-# these families do not use them.
+# Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# The supported types of rotary embeddings. Other types have frequencies that depend on the longest sequence
-# of the batch.
+# The supported types of rotary embeddings. Other types have frequencies that depend on the batch's longest
+# sequence.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -95,13 +89,11 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns the rows `index` (S,) of x (U, …). A row may be copied several times.
+    """Returns the rows `index` (S,) of x (U, …). `order` and `offsets` come from RowIndex.groups.
 
-    The gradient of a row is the sum of the gradients of its copies. This function computes the sum in fp32
-    and in the order of `index`. On CUDA, torch's index_select would compute it in x's dtype and in a random
-    order.
-
-    `order` and `offsets`: see RowIndex.groups."""
+    The gradient of a row is the sum of the gradients of all its copies. TakeRows computes this sum in fp32
+    and in the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random
+    order."""
 
     @staticmethod
     def forward(ctx, x, index, order, offsets):
@@ -132,7 +124,7 @@ class RowIndex:
 
     def take(self, x: Tensor) -> Tensor:
         """Returns the rows `index` of x (count, …) as (S, …)."""
-        # On a CPU, index_select adds the gradients in a fixed order too, and it is faster.
+        # On a CPU, index_select is faster, and also adds the gradients in a fixed order.
         if x.device.type == "cpu" and x.dtype != torch.bfloat16:
             return x.index_select(0, self.index)
         return TakeRows.apply(x, self.index, *self.groups)
@@ -142,15 +134,15 @@ class RowIndex:
 
 
 class Segments:
-    """The layout of a pack's segments for attention. It is made once per forward pass.
+    """The layout of a pack's segments for attention, made once per forward pass.
 
     If several segments begin with the same tokens, these tokens are computed once. But attention needs the
-    shared tokens in front of each of these segments. So the U computed tokens are first copied to S slots; a
-    shared token gets several slots. Attention then has S outputs. All slots of a token have the same output,
-    so the output of one slot is used.
+    shared tokens in front of each of these segments. So the U computed tokens are first copied to S slots,
+    and a shared token gets several slots. All slots of a token have the same attention output, so the output
+    of one slot is used.
 
-    With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens, one segment after the other. On a
-    CPU, and in fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
+    With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens. On a CPU, and in fp32, the slots
+    form blocks, and each row of a block is one segment. A dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -159,8 +151,7 @@ class Segments:
                                  p q b c          block of 2 x 4
                                  p q r s t u      block of 1 x 6        S = 14
 
-    Segments of similar lengths share a block. No token attends to padding, so padding gets no gradient.
-    """
+    No token attends to padding, so padding gets no gradient."""
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
@@ -170,19 +161,19 @@ class Segments:
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # slots: for each slot, the index of its computed token.
         # outputs (U,): for each computed token, the slot from which its output is read.
-        # Both are None if the slots are simply the computed tokens, in order.
+        # Both are None if the slots are the computed tokens, in order.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Arrange the slots in blocks, as in the picture above. This runs on the host, because the blocks'
+        """Arrange the slots in blocks, as in the picture above. `pad` runs on the host, because the blocks'
         sizes depend on the segments' lengths."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Round each segment's length up to a power of 2, at least 16. Segments with the same rounded length
-        # share a block. So a row has at most 16 slots, or is at most twice as long as its segment.
+        # Segments share a block if their lengths round up to the same power of 2 (at least 16). So a row has
+        # at most 16 slots, or is at most twice as long as its segment.
         size = lengths.clamp(min=16).log2().ceil()
         tokens = []  # for each block, the index of the pack's token in each slot; -1 is padding
         for s in size.unique():
@@ -221,7 +212,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # Use squeeze(0), because the backward pass of x[0] would copy the gradient once more.
+    # squeeze(0), not x[0]: the backward pass of x[0] would copy the gradient once more.
     qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d) each
     if segments.slots is not None:
         qkv = [segments.slots.take(x) for x in qkv]  # (S, heads, d) each
@@ -231,15 +222,14 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 
 def _varlen_options():
-    """Returns the parameters of torch's varlen_attn. They differ between torch 2.11 and 2.13."""
+    """Returns the parameters of torch's varlen_attn, which differ between torch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     return inspect.signature(varlen_attn).parameters
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    """Returns the attention (T, H, d), computed by torch's varlen kernel. If the installed torch's kernel has
-    no sliding window, check_settings has refused models with a window."""
+    """Returns the attention (T, H, d), computed by torch's varlen kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
@@ -254,14 +244,13 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """Returns the attention (S, H, d), computed by one call of scaled_dot_product_attention for each
-    block."""
+    """Returns the attention (S, H, d), computed block by block with scaled_dot_product_attention."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # On a GPU, _padded is used only for fp32. If there are fewer key heads than query heads, torch's fp32
-        # attention would store all attention scores. So each query head gets its own copy of keys and values.
+        # With fewer key heads than query heads, torch's fp32 attention on a GPU would store all attention
+        # scores. So each query head gets its own copy of keys and values.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -283,18 +272,17 @@ class ChunkedLogProbs(torch.autograd.Function):
     """Computes log-probs and entropies from a linear head, in fp32 and in chunks of tokens. The logits of a
     chunk have at most CHUNK_BYTES.
 
-    `forward` keeps its inputs and the log-softmax of the last chunk. `backward` computes the logits of all
-    other chunks again.
+    `forward` keeps the log-softmax of the last chunk only. `backward` computes the logits of all other chunks
+    again.
 
-    Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,).
-    """
+    Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
         log_softmax = None
         for c in chunks(len(targets), len(weight)):
-            del log_softmax  # frees its memory before the next chunk is computed
+            del log_softmax  # frees its memory before the next chunk needs memory
             log_softmax = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
             logp[c] = log_softmax.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
@@ -336,19 +324,19 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns the logits (c, V) of hidden (c, D) and weight (V, D). They are summed and returned in fp32, for
-    inputs of any dtype."""
+    """Returns the fp32 logits (c, V) of hidden (c, D) and weight (V, D). The sums are in fp32 for inputs of
+    any dtype."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. `forward` returns log-probs and entropies. They are computed in
-    `forward` because FSDP gathers the weight only during a forward pass.
+    """The output layer of a language model. `forward` returns log-probs and entropies, because FSDP gathers
+    the weight only during a forward pass.
 
-    Cohere and Granite multiply their logits by a constant, `scale`. `forward` divides the temperature by
-    `scale`, which has the same effect."""
+    Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
+    the same effect."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -358,7 +346,7 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the fp32 logits (n, V) of hidden states (n, D). Used by the PyTorch engine."""
+        """Returns the fp32 logits (n, V) of hidden states (n, D), for the PyTorch engine."""
         logits = logits_fp32(hidden, self.weight)
         return logits if self.scale == 1 else logits.mul_(self.scale)
 
@@ -370,9 +358,8 @@ class LMHead(nn.Linear):
 def backbone_class(config_class: type) -> type:
     """Returns a subclass of transformers' backbone class, with its own `__init__` and `__call__`.
 
-    Why: for some families vLLM runs transformers' code, and replaces these two methods in transformers'
-    class. The subclass keeps the original methods. It must be made before vLLM starts, so Engine makes a
-    Policy first."""
+    Reason: for some families vLLM replaces these two methods in transformers' class. The subclass keeps the
+    original methods if it is made before vLLM starts. So Engine makes a Policy first."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -391,8 +378,8 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """If the model's head and embedding are tied, make their weights the same tensor. Only Policy does
-        this. Must be called again after parameters were replaced."""
+        """If the head and the embedding are tied, make their weights the same tensor (only in Policy). Must
+        be called again after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
         """Set what each layer stores for the backward pass. The backward pass computes the rest again.
@@ -400,11 +387,11 @@ class PackModel(nn.Module):
             the first `whole` layers    their input
             the other layers            their input, and the results of matrix products and of attention
 
-        If `whole` is None, all layers store everything, and nothing is computed again."""
+        If `whole` is None, all layers store everything."""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # Only `forward` is recomputed. FSDP's hooks run outside of it, so the weights are not gathered
-            # again. Nothing in a layer is random, so the random state need not be saved.
+            # Only `forward` is recomputed. FSDP's hooks run outside of `forward`, so the weights are not
+            # gathered again. Nothing in a layer is random, so the random state need not be saved.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -423,11 +410,11 @@ class PackModel(nn.Module):
         return RowIndex(pack.inverse[at - 1], len(hidden)).take(hidden)
 
     def allocate(self, device: Device) -> None:
-        """Allocate the memory of a model that is on the meta device. Tie its parameters and compute its
+        """Allocate the memory of a model that is on the meta device. Tie the parameters, and compute the
         buffers, such as rotary frequencies, in fp32. The caller must then fill the parameters.
 
-        transformers computes the buffers, because no file has their values. Before that they are set to
-        NaN. So if transformers does not compute a buffer, it stays NaN, and the error is noticed."""
+        No file has the values of the buffers, so transformers computes them. A buffer that transformers does
+        not compute stays NaN, so the error is noticed."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
@@ -442,8 +429,7 @@ class PackModel(nn.Module):
 
 def keep_products() -> tuple[Any, Any]:
     """Returns the context managers with which `checkpoint` keeps the results of matrix products and of
-    attention. Computing these results takes nearly all FLOP of a layer. Storing them takes half of the memory
-    that a layer needs without recomputation."""
+    attention, because these results take most of a layer's time."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -454,14 +440,13 @@ def keep_products() -> tuple[Any, Any]:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns the RMS norm of x (…, D), with the weight and epsilon of `norm`. `norm`: a Hugging Face norm
-    that uses Llama's formula."""
+    """Returns the RMS norm of x (…, D). `norm`: a Hugging Face norm that uses Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Set every dropout of the config to 0, in place, and return the config. The policy's ratio compares
-    the log-probs of two forward passes, and dropout would make them differ."""
+    """Set every dropout of the config to 0, in place, and return the config. Dropout would make the log-probs
+    of two forward passes differ, and the policy's ratio compares such log-probs."""
     for name, value in vars(config).items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -481,7 +466,7 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `logprobs`. The head computes only the tokens at which pack.mask is true."""
+        """The head computes only the tokens at which pack.mask is true."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -497,15 +482,14 @@ class Critic(PackModel):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, pack: Pack) -> Tensor:
-        """See `values`."""
         at = pack.loss_tokens
         value = self.score(self.hidden_before(pack, at))[:, 0].float()
         return value.new_zeros(len(pack.tokens)).index_put((at,), value)
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats: 1. the log-prob of each token, 2. the entropy of the
-    distribution that predicts the token. Both are 0 where pack.mask is false."""
+    """Returns two fp32 tensors (T,) in nats: the log-prob of each token, and the entropy of the distribution
+    that predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
@@ -518,7 +502,7 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# The files of a model that are downloaded. Files in `ignore_patterns` have the same weights in other formats.
+# The files of a model that are downloaded. `ignore_patterns` leaves out the same weights in other formats.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
@@ -527,8 +511,8 @@ def resolve(name: str) -> str:
     """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, such as
     Qwen/Qwen2.5-0.5B. A model of the Hub is downloaded unless it is in huggingface_hub's cache.
 
-    All ranks must call this function together. Raises UserError, the same on every rank, if the model is not
-    in the cache and can't be downloaded."""
+    All ranks must call this function together. Raises UserError, the same on every rank, if the download
+    fails."""
     if not HUB_ID.fullmatch(name):
         return name
     here = Path(name).exists()
@@ -537,8 +521,8 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub to this machine's cache, unless the cache has it already. Only the first
-    rank of each machine downloads. Raises UserError if the model can't be downloaded."""
+    """Download a model of the Hub to this machine's cache, unless the cache has the model already. Only the
+    first rank of each machine downloads. Raises UserError."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
@@ -569,9 +553,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder. It covers the names and sizes of the files. Of each file's content it
-    covers about 64 blocks of 4 KiB at equal distances (all blocks, if the file is smaller than 256 KiB). So
-    the hash takes only milliseconds."""
+    """Returns a hash of a model folder: of the names and sizes of the files, and of about 64 blocks of 4 KiB
+    of each file. Hashing whole files would take too long."""
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -590,7 +573,7 @@ def load_tokenizer(path: str) -> Any:
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
-    load_config(path)  # raises UserError, where AutoTokenizer would raise other errors (for some families)
+    load_config(path)  # raises UserError; for some families AutoTokenizer would raise another error
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
@@ -603,8 +586,8 @@ def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
     """Returns the folder's causal language model in fp32. Raises UserError as load_config does.
 
-    `shard_fn` (dist.shard) shards the model on the meta device, before memory is allocated. So each rank
-    allocates and reads only its own shards."""
+    `shard_fn` (dist.shard) shards the model before memory is allocated, so each rank allocates and reads only
+    its own shards."""
     return _load(Policy, path, device, shard_fn)
 
 
@@ -614,8 +597,7 @@ def load_critic(path: str, device: Device = "cpu",
     UserError as load_config does.
 
     Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation
-    1/(D+1), as in Open-Reasoner-Zero's code. Hidden states after the final norm have length √D, so the first
-    values have a standard deviation of about 1/√D."""
+    1/(D+1), as in Open-Reasoner-Zero's code."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -623,19 +605,19 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors that a folder may have although the model does not use them: lm_head.weight (not used by a Critic or
-# a tied Policy), score.weight (not used by a Policy), and rotary buffers (in old files).
+# Tensors that a folder may have although the model does not use them: a Critic and a tied Policy do not use
+# lm_head.weight, a Policy does not use score.weight, and no model uses old files' rotary buffers.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
-    """Returns a Policy or Critic with the folder's weights. Raises UserError if the folder's files lack a
-    tensor or have a tensor that the model does not have."""
+    """Returns a Policy or Critic with the folder's weights. Raises UserError if a tensor is missing in the
+    files, or if the model does not have a tensor of the files."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # Not state_dict(), which lists a tied head twice. named_parameters lists it once, as the embedding.
+    # Not state_dict(), which lists a tied head twice: named_parameters lists only the embedding.
     in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
     if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)
@@ -650,8 +632,8 @@ def _load(kind, path, device, shard_fn):
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
-    """Yields (name, whole tensor) of the parameters in the folder's files. tools/evaluate.py passes them to
-    Engine.awake. Raises UserError as load_config does."""
+    """Yields (name, whole tensor) of the parameters in the folder's files, for Engine.awake. Raises UserError
+    as load_config does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for file in sorted(Path(path).glob("*.safetensors")):
