@@ -7,7 +7,8 @@
 Every GPU has one process, and every process runs this program. The function `train` is the algorithm. A step
 has four parts:
 
-1. The engine loads the policy's weights and samples responses. Other processes grade them at the same time.
+1. The engine loads the policy's weights and samples responses. Other processes grade responses at the same
+   time.
 2. The samples are distributed to the ranks as packs of about equal work. A pack is the input of one forward
    pass.
 3. The critic is updated (PPO only).
@@ -18,8 +19,8 @@ Three differences from Open-Reasoner-Zero:
 1. A loss is divided by the token count of the whole update over all ranks. So neither the number of ranks nor
    the packing changes a run.
 2. No sample is dropped or repeated.
-3. With one policy update per step, the ratio is always 1, and the forward pass for old log-probs is not run.
-"""
+3. With one policy update per step, the ratio is always 1, so the forward pass for old log-probs is not
+   run."""
 
 import gc
 import math
@@ -156,8 +157,7 @@ class Run:
 
 
 def main(cfg: Config) -> None:
-    """Train with the config `cfg`. Raises UserError, the same on every rank, for errors that the user can
-    fix."""
+    """Train with the config `cfg`. Raises UserError, the same on every rank."""
     run = prepare(cfg)
     try:
         with run.log, handle_signals(cfg.grace):
@@ -178,12 +178,12 @@ def main(cfg: Config) -> None:
                 print(report.story(folder))
     finally:
         run.lock.release()
-        gc.unfreeze()  # undo the gc.freeze of `load`; otherwise a notebook could not free the run
+        gc.unfreeze()  # undo the gc.freeze of `load`: in a notebook the run must be freed
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step. Returns False if a stop was requested, after saving
-    all finished steps."""
+    """The algorithm. Returns True after the last step, or False if a stop was requested. Then all finished
+    steps are saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -193,7 +193,7 @@ def train(run: Run) -> bool:
                 batch, samples, carried = sample_step(run, step, meter)
         with dist.phase("wait"):  # stop_requested is a collective, so ranks wait here for the slowest engine
             stopping = dist.stop_requested()
-        if stopping:  # this step's samples are dropped; a resumed run samples them again
+        if stopping:  # a resumed run samples this step again
             return stop(run, step)
         if step == cfg.steps:
             if metrics:
@@ -215,14 +215,14 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """Train on a step's samples. Compute the log-probs of ref and of the old policy, the values and the
-    advantages. Then update the critic and the policy."""
+    """Train on a step's samples: compute the log-probs of ref and of the old policy, and the advantages; then
+    update critic and policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # Compute old log-probs only if they are needed here: for several updates per step, or for a KL term in
-    # the reward. Otherwise policy_pack_loss uses the current log-probs as old log-probs.
+    # Old log-probs are needed for several updates per step, and for a KL term in the reward. Otherwise
+    # policy_pack_loss uses the current log-probs as old log-probs.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
         # With optimizer=None, the optimizer's state stays on the host (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
@@ -243,14 +243,13 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a checkpoint after `step` finished steps. Always returns False, the result of `train` if a stop
-    was requested."""
+    """Save a checkpoint after `step` finished steps. Returns False, the result of `train` after a stop."""
     run.saver.save(step, run.carried, wait=True)
     return False
 
 
 def finish(run: Run) -> None:
-    """Save the last checkpoint. Write the policy and the critic as Hugging Face folders to export/."""
+    """Save the last checkpoint, and export policy and critic as Hugging Face folders in export/."""
     run.saver.save(run.cfg.steps, run.carried, wait=True)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
@@ -263,8 +262,7 @@ def finish(run: Run) -> None:
 
 
 def prepare(cfg: Config) -> Run:
-    """Returns a run that is ready for its first step. Joins the other ranks, locks the run's folder, checks
-    the config, and calls `load`. Raises UserError, the same on every rank."""
+    """Returns a run that is ready for its first step. Raises UserError, the same on every rank."""
     if cfg.deterministic:  # cuBLAS is deterministic only with this setting
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
@@ -281,7 +279,7 @@ def prepare(cfg: Config) -> Run:
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     """Returns the run of the folder `out`, after all checks of config, data and memory. If the folder has a
-    checkpoint, the run continues from there. Raises UserError, the same on every rank."""
+    checkpoint, the run continues from this checkpoint. Raises UserError, the same on every rank."""
     say = print if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
@@ -318,8 +316,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
 
 
 def load_data(cfg: Config, say: Say) -> tuple[Any, list[Problem], Sets]:
-    """Returns 1. the tokenizer; 2. the problems of --data; 3. evaluation set -> problems, from --eval_data.
-    Raises UserError if a file can't be read or does not fit the other flags."""
+    """Returns the tokenizer, the problems of --data, and the evaluation sets of --eval_data. Raises UserError
+    if a file can't be read or does not fit the other flags."""
     tokenizer = load_tokenizer(cfg.model)
     check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
@@ -331,7 +329,7 @@ def load_data(cfg: Config, say: Say) -> tuple[Any, list[Problem], Sets]:
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None with GRPO) and ref (None without a KL term). All are sharded, with fp32
+    """Returns policy, critic (None with GRPO) and ref (None without a KL term), sharded, with fp32
     weights."""
     shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
     recompute = case_of(cfg, world).recompute
@@ -349,8 +347,8 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new optimizer for the policy or the critic. To use another optimizer, change only this
-    function. Checkpoints save all tensors of the optimizer's state."""
-    # fused=True is faster on a CPU: without it, AdamW updates one parameter at a time there.
+    function: checkpoints save all tensors of any optimizer's state."""
+    # On a CPU, AdamW without fused=True updates one parameter at a time.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              fused=fused)
@@ -358,14 +356,13 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 def resident(role: Role, world: dist.World):
     """Returns a context manager. With --offload, the role's model and optimizer state are on the device only
-    inside this context manager. Without --offload, they are always on the device."""
+    inside this context manager."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
 @torch.no_grad()
 def refresh_ref(run: Run, step: int) -> None:
-    """Copy the policy's weights to ref if an epoch (one pass over the prompts) ends in this step. Policy and
-    ref are sharded in the same way, so each rank copies its own shards."""
+    """Copy the policy's weights to ref if an epoch (one pass over the prompts) ends in this step."""
     n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -379,7 +376,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     """Sample and grade the responses of a step. Returns
     1. the batch: the problems of the step, the same list on all ranks;
     2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
-    3. with --carry: this rank's trajectories that are left for the next step. Without --carry: an empty list.
+    3. with --carry, this rank's trajectories that are left for the next step; otherwise [].
 
     With --resample_rounds, the metrics are measured before the first resampling."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
@@ -400,12 +397,11 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int, meter: Meter,
                    arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """The sampling of `sample_step` with --carry. Samples responses to the step's new prompts, and continues
-    the trajectories that are left from the previous step. Returns the same three results as `sample_step`.
+    """The sampling of `sample_step` with --carry: samples new prompts, and continues trajectories that are
+    left from the previous step. Returns the results of `sample_step`.
 
-    `draw` decides which samples are used in this step. Their prompts form the batch. Before `draw`, the batch
-    is unknown, so prompt_id is the prompt's number in the run (data.numbers_at). After `draw`, prompt_id is
-    an index into the batch."""
+    Only `draw` decides which prompts form the batch. So prompt_id is first the prompt's number in the run
+    (data.numbers_at), and after `draw` an index into the batch."""
     cfg = run.cfg
     carried = set(dist.gather_all(s.prompt_id for s in run.carried))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -423,12 +419,12 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training, and add the reward parts. Returns 1. this rank's graded
-    samples; 2. with --carry: this rank's trajectories that are left for the next step.
+    """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
+    samples and, with --carry, this rank's trajectories that are left for the next step.
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of resampling.
-    arrivals: a list, to which the time of the end of each response is added (time.perf_counter(), seconds).
+    arrivals: `draw` appends the time at which each response ends (time.perf_counter(), seconds).
     carried: this rank's trajectories that are left from the previous step."""
     cfg = run.cfg
     with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
@@ -439,9 +435,8 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
 
 
 def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
-    """Called when a response ends: advances the progress bar, and appends the time to `arrivals`. Returns
-    True to abort sampling if a stop was requested. With --tp it never aborts, because the other ranks of the
-    engine would wait for this rank."""
+    """Called when a response ends. Returns True to abort sampling if a stop was requested. With --tp it never
+    aborts, because the other ranks of the engine would wait for this rank."""
     bar.update()
     arrivals.append(time.perf_counter())
     return bool(dist.stop_signal) and cfg.tp == 1
@@ -449,12 +444,11 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 
 def resample(run: Run, step: int, batch: list[Problem],
              samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
-    """Replace uniform prompts by new prompts (DAPO's dynamic sampling, arXiv 2503.14476, eq. 11). A prompt is
-    uniform if all its samples have the same reward from the grader; reward parts do not count. Returns 1. the
-    new batch; 2. this rank's samples of this batch.
+    """Replace uniform prompts by new prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling,
+    arXiv 2503.14476, eq. 11). A prompt is uniform if the grader gives all its samples the same reward; reward
+    parts do not count. Returns the new batch and this rank's samples of the new batch.
 
-    There are at most --resample_rounds rounds. Each round replaces all prompts that are still uniform. A
-    prompt that is uniform after the last round stays in the batch."""
+    A prompt that is uniform after the last round stays in the batch."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
@@ -464,7 +458,7 @@ def resample(run: Run, step: int, batch: list[Problem],
         for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
         drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), [])
-        if dist.stop_requested():  # `draw` was aborted on some rank and returned no samples there
+        if dist.stop_requested():  # `draw` was aborted on some rank
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(drawn, key=lambda s: s.key)
@@ -484,8 +478,8 @@ def uniform_prompts(samples: list[Sample]) -> set[int]:
 
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Evaluate the policy. Returns the metrics of all evaluation sets, or {} if no evaluation is due at this
-    step. Writes the responses to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
+    """Returns the metrics of all evaluation sets, or {} if no evaluation is due at this step. Writes the
+    responses to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -499,12 +493,10 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl. The flag --save_samples selects the samples:
+    """Write the samples that --save_samples selects to samples/step_NNNNNN.jsonl:
         all   all samples of every step
         some  the samples of the first SAVED_PROMPTS prompts, every --eval_every steps (10 without evaluation)
         none  no samples
-
-    With GRPO, a row also has the sample's advantage, before whitening (not with --advantage return_whiten).
     """
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
@@ -526,8 +518,8 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with their advantages from grpo.group_advantages. All samples of a prompt must be
-    on the same rank. With --drop_uniform, a prompt whose samples all have the same score is left out of the
+    """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
+    the same rank. With --drop_uniform, a prompt whose samples all have the same score is left out of the
     loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
@@ -542,14 +534,13 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
     """Move the samples between ranks and put them into packs. Returns this rank's packs, by minibatch. Every
-    rank gets about equal work and the same number of packs.
-
-    n_prompts: number of the step's prompts on all ranks.
+    rank gets about equal work and the same number of packs. n_prompts: number of the step's prompts on all
+    ranks.
 
     Adds three metrics:
         tokens        number of tokens of all samples
-        unique_share  share of `tokens` that the model computes; a pack computes a shared prefix only once
-        flops         estimated FLOP of the updates, without recomputation. step_metrics makes `tflops` of it.
+        unique_share  ratio of computed tokens to `tokens`; a pack computes a shared prefix only once
+        flops         estimated FLOP of the updates, without recomputation
     """
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
@@ -564,8 +555,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # A backward pass costs as much as two forward passes, so training on a pack costs three. The critic also
-    # runs one forward pass to compute the values.
+    # Training on a pack costs three forward passes, because a backward pass costs two. The critic also runs
+    # one forward pass to compute the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -575,24 +566,23 @@ def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns
     1. the number of each sample of this rank;
-    2. prompts (S,): prompts[i] is the prompt_id of sample number i;
-    3. lengths (S,): lengths[i] is the length of sample number i, in tokens.
+    2. prompts (S,): the prompt_id of each sample;
+    3. lengths (S,): the number of tokens of each sample.
 
     n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
-    # places: the numbers that this rank's samples would have if no sample were missing.
+    # the numbers that this rank's samples would have if no sample were missing
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens).numpy()
-    found = tokens.nonzero()[0]  # places of the samples that exist (length above 0)
+    found = tokens.nonzero()[0]  # places of the samples that exist
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share` set, for --aggregation prompt. `prompt_share` is the weight of
-    each token of the sample in the loss: 1 / (response tokens of the sample's prompt × number of prompts).
-    The tokens and the prompts are those of the sample's minibatch, over all ranks.
+    """Returns the samples with `prompt_share` set: 1 / (response tokens of the sample's prompt × number of
+    prompts), both counted in the sample's minibatch over all ranks.
 
     keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i.
     layout[minibatch][rank][pack]: list of sample numbers, from data.assign."""
@@ -614,17 +604,17 @@ def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Returns the minibatches with the log-probs of the role's model in one field of every pack. `field` is
-    "old_logp" or "ref_logp"."""
+    """Returns the minibatches with the log-probs of the role's model in `field` of every pack: "old_logp" or
+    "ref_logp"."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
 @torch.no_grad()
 def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
-    """Returns the minibatches with values, returns and advantages. The advantages come from GAE and are
-    whitened over the step. Without a critic all values are 0, so the advantage is the return (REINFORCE++,
-    arXiv 2501.03262). With --kl_in reward, the KL term is first subtracted from the rewards."""
+    """Returns the minibatches with values, returns and advantages (GAE, whitened over the step). Without a
+    critic all values are 0, so the advantage is the return (REINFORCE++, arXiv 2501.03262). With --kl_in
+    reward, the KL term is first subtracted from the rewards."""
     def estimate(p):
         v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
@@ -641,8 +631,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with whitened advantages: mean 0 and standard deviation 1 over all response
-    tokens of the step, on all ranks."""
+    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over all response tokens of
+    the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -652,15 +642,14 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns `count` lists of packs, one list for each update of a pass over the step's samples. Policy and
-    critic may have different numbers of updates. If there are more minibatches than updates, neighbouring
-    minibatches are joined."""
+    """Returns `count` lists of packs, one list for each update. Policy and critic may have different numbers
+    of updates, so neighbouring minibatches are joined if there are more minibatches than updates."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns 1. how many response tokens the update has over all ranks; 2. how many responses. Both are at
+    """Returns the numbers of response tokens and of responses of the update, over all ranks. Both are at
     least 1, because losses are divided by them. packs: this rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
@@ -669,8 +658,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
-    """Do all updates of a step for one role, the policy or the critic. `pack_loss` is policy_pack_loss or
-    critic_pack_loss."""
+    """Do all updates of a step for one role. `pack_loss` is policy_pack_loss or critic_pack_loss."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     for n in range(passes):
         with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
@@ -689,8 +677,8 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: how many response tokens the update has over all ranks.
-    responses: not used here, but policy_pack_loss has the same arguments and uses it."""
+    tokens: number of response tokens of the update over all ranks.
+    responses: not used; policy_pack_loss has the same arguments."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -700,8 +688,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: how many response tokens the update has over all ranks.
-    responses: how many responses the update has over all ranks."""
+    tokens, responses: number of response tokens and number of responses of the update over all ranks."""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -723,7 +710,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("clip_share", clipped, n)
     meter.add("entropy", entropy, n)
     if p.ref_logp is not None:
-        # Tokens outside the mask add 0 to the sum, because both log-probs are 0 there.
+        # both log-probs are 0 outside the mask
         kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
         if cfg.kl_in == "loss":
@@ -734,9 +721,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Returns importance weights (T,), 0 outside the mask, or None if --tis_clip is None. The weight of a
-    token is (trainer's probability / engine's probability), at most --tis_clip. The weights correct for
-    numerical differences between engine and trainer, and for tokens that older weights sampled.
+    """Returns (T,): each token's importance weight, which is its probability in the trainer divided by its
+    probability in the engine, at most --tis_clip; 0 outside the mask. Returns None if --tis_clip is None.
 
     logp (T,): log-probs of the policy before the step's first update."""
     if cfg.tis_clip is None:
@@ -745,13 +731,11 @@ def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
 
 
 def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
-    """Add the metrics logp_gap/… and tis/…. logp_gap is |trainer log-prob - engine log-prob| of a token, in
-    nats. tis is the importance weight of a token (see `mismatch_weight`).
+    """Add the metrics logp_gap/… (|trainer log-prob - engine log-prob| of a token, in nats) and tis/… (see
+    `mismatch_weight`).
 
-    logp (T,): log-probs of the policy before the step's first update.
-
-    With --carry, some tokens were sampled with older weights. Their gap is not an error, so logp_gap leaves
-    out these tokens (it uses Pack.fresh_tokens)."""
+    logp (T,): log-probs of the policy before the step's first update. logp_gap leaves out tokens that older
+    weights sampled (--carry), because their gap is not an error."""
     gap = logp - p.engine_logp
     weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
@@ -760,8 +744,8 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. This
-    check runs before the policy's optimizer step, so the policy never learns from these samples."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
+    this function before the policy's optimizer step, so that the policy never learns from these samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -774,9 +758,9 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
-    """Clip the gradient and take one optimizer step. If the gradient norm is not finite, skip the step, and
-    save the update's packs in nonfinite/. All ranks have the same norm, so all of them skip. Raises UserError
-    if three updates in a row were skipped."""
+    """Clip the gradient and take one optimizer step. If the gradient norm is not finite, all ranks skip the
+    step and save the update's packs in nonfinite/. Raises UserError if three updates in a row were
+    skipped."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -802,7 +786,7 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
 
 
 def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, start: float) -> bool:
-    """Save a checkpoint if one is due. Then write the step's metrics and alarms. Returns True if a stop was
+    """Save a checkpoint if one is due, and write the step's metrics and alarms. Returns True if a stop was
     requested.
 
     metrics: the metrics of this step's evaluation. start: time.perf_counter() at the start of the step."""
@@ -826,14 +810,13 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
     the step.
 
-    A metric whose name ends in ² is a mean of squares. This function uses it to compute a variance, and does
-    not return it."""
+    A metric NAME² is a mean of squares, from which this function computes a variance."""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):  # of the metric `name`; 0 if the metric has no values
+    def variance(name):
         return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
@@ -863,4 +846,4 @@ if __name__ == "__main__":
         traceback.print_exc()
         tell_torchrun(traceback.format_exc())
         sys.stderr.flush()
-        os._exit(1)  # not sys.exit: it waits for threads, and a thread may wait for another rank for ever
+        os._exit(1)  # not sys.exit, which waits for threads: a thread may wait for another rank for ever
