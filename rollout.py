@@ -1,11 +1,7 @@
-"""Samples and grades responses, for training and for evaluation. The command tools/evaluate.py uses these
-functions to evaluate a model folder in Hugging Face format.
+"""Samples and grades responses, for training and for evaluation (tools/evaluate.py).
 
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
-
-    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
-    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
 """
 
 import hashlib
@@ -44,8 +40,8 @@ from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_ans
 K = TypeVar("K")
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 OnResponse = Callable[[], bool]  # called when a response ends; returns True to abort sampling
-# Numbers in the `key` that seeds an engine. TRAIN, EVAL or CHECK is in every key, so training, evaluation and
-# self-check draw different random numbers. In round r > 1 of a rollout, (ROUND, r) is added to the key.
+# Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
+# a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
 
@@ -54,7 +50,7 @@ PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a promp
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Returns DAPO's length penalty of each response, from -1 to 0 (arXiv 2503.14476, eq. 13). The length
-    limit is max_response_len tokens, or less if a long prompt leaves less room in model_len."""
+    limit is max_response_len tokens, or less after a long prompt."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
@@ -67,18 +63,17 @@ def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Kimi k1.5's length reward for each response (arXiv 2501.12599, sec. 2.3.3). The reward falls
-    linearly from 0.5 for the shortest response of the prompt to -0.5 for the longest one. A wrong response
-    gets at most 0. Tokens of an environment (--env) don't count."""
+    """Returns Kimi k1.5's length reward for each response (arXiv 2501.12599, sec. 2.3.3): linear from 0.5 for
+    the shortest response of the prompt to -0.5 for the longest one. A wrong response gets at most 0. Tokens
+    of an environment (--env) don't count."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-# Reward parts: name -> function(samples of one prompt, config), which returns one number for each sample.
-# Training adds a part to the grader's reward if --reward names the part, or if the part's flag in BY_FLAG is
-# given. The mean of a part is logged as the metric `reward/NAME`.
+# Reward parts: name -> function(samples of one prompt, config), which returns one number for each sample. A
+# part is used if --reward names the part, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.text) for s in group],
@@ -109,16 +104,16 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 def part_names(cfg: Config) -> list[str]:
     """Returns the names of the graders and reward parts that have a metric `reward/NAME`.
 
-    Usually the first grader is not among them, because the metric `reward` is already its mean. But if a data
-    set has its own grader, `reward` mixes several graders. Then all graders are returned."""
+    With one grader for all data sets, the metric `reward` is already the mean of this grader, so it is left
+    out."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash of the file's content, for each Python file that --reward and --env name. The hash
-    is "" if the file does not exist."""
+    """Returns path -> hash of the content, for each Python file that --reward and --env name; "" if there is
+    no file."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
@@ -126,8 +121,8 @@ def reward_files(cfg: Config) -> dict[str, str]:
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, also sets
-    in_loss to False for truncated samples. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, truncated
+    samples get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
@@ -138,15 +133,15 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the graders for the responses of a data set. The first grader gives the reward. The others give
-    reward parts. If the data set has its own graders, they come first, and answers are not compared."""
+    """Returns the graders for a data set. The first grader gives the reward, the others give reward parts. If
+    the data set has its own graders, they come first, and answers are not compared."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
 
 def extractors(cfg: Config) -> dict[str, str]:
     """Returns data set -> name of its extractor, from --extractor. The key "" stands for all other data sets.
-    Raises UserError if --extractor names two extractors for one data set."""
+    Raises UserError if a data set has two extractors."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
@@ -158,10 +153,10 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     """Raises UserError if a data set has no grader, or if no row belongs to a data set that --reward or
-    --extractor names. `sets`: the problems of the training data and of each evaluation set."""
+    --extractor names. `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Not an error: a preset names an extractor for a data set that the user does not have.
+    # Not an error: a preset's extractor for a data set that the user does not have.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -178,12 +173,11 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. Any rank
-    would sample the same tokens for it.
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far.
 
-    Sampling goes in rounds. A round samples each unfinished trajectory up to the end of its turn, or for
-    `round_len` tokens. Without an environment (--env), a response has one turn. With --env, the policy's
-    turns alternate with texts of the environment.
+    A round samples each unfinished trajectory up to the end of its turn, or for `round_len` tokens. Without
+    an environment (--env), a response has one turn. With --env, the policy's turns alternate with texts of
+    the environment.
 
     Each trajectory is in one of four dicts:
         open      unfinished; the next round samples it
@@ -193,11 +187,7 @@ class Trajectories:
 
         open ──round──> waiting ──reply──> complete ──grade──> graded
           ^────────────────┘
-    Without --env, a round turns open trajectories into complete ones.
-
-    A trajectory is complete if it reached the length limit. It is also complete if the policy ended its turn
-    and no turn follows, for one of four reasons: there is no environment, the environment ended the
-    trajectory, the environment failed, or the trajectory has --max_turns turns."""
+    Without --env, a round turns open trajectories into complete ones."""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0) -> None:
@@ -211,7 +201,7 @@ class Trajectories:
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
-        self.results = {}  # what the Grader returned: a Grade, or the environment's Reply
+        self.results = {}  # each key's Grade, or the environment's Reply
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
         """Add new trajectories: the prompts, with empty responses."""
@@ -225,8 +215,8 @@ class Trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move each open trajectory `key` to rank target[key], for the keys in `target`. A collective: every
-        rank must call it with the same `target`."""
+        """Move each open trajectory `key` to rank target[key]. A collective: `target` must be the same on
+        every rank."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -235,9 +225,8 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      on_response: OnResponse) -> bool:
-        """Sample one round with the weights of step `version`. Returns False if the round was aborted, else
-        True. Calls on_response() each time a turn ends. If on_response() returns True, the round is
-        aborted."""
+        """Sample one round with the weights of step `version`. Calls on_response() each time a turn ends. If
+        on_response() returns True, the round is aborted, and sample_round returns False."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -271,13 +260,12 @@ class Trajectories:
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # Decode the whole turn at once, because a character's bytes may come from two rounds.
+            # a character's bytes may come from two rounds, so decode the whole turn at once
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put the trajectory `s` into `complete`, and submit it to the graders of its data set. If the
-        environment failed, s.reason says why, and the reward will be 0."""
+        """Put the trajectory `s` into `complete`, and submit it to the graders of its data set."""
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
@@ -286,7 +274,8 @@ class Trajectories:
                                term.custom)
 
     def _read_environment(self):
-        """Wait for the environment's replies to all `waiting` trajectories. Then open or complete them."""
+        """Wait for the environment's replies to all `waiting` trajectories. Open or complete these
+        trajectories."""
         if self.waiting:
             self.results |= self.grader.results()
             waiting, self.waiting = self.waiting, {}
@@ -294,31 +283,29 @@ class Trajectories:
                 self._continue(waiting[key], self.results.pop(key))
 
     def _continue(self, s, reply):
-        """Append the environment's text to the trajectory. Then put the trajectory into `open` or into
+        """Append the environment's text to the trajectory, and put the trajectory into `open` or into
         `complete`. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
             return self._complete(replace(s, reason=reply.reason))
-        if reply.reward is not None:  # the environment set the reward
+        if reply.reward is not None:
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The environment's text is longer than the space that is left: the environment failed.
+        # A text that is longer than the space that is left counts as a failure of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # No space is left, or the text fills it exactly. The policy could not reply to the text. So the
-        # trajectory ends without the text, as truncated.
+        # The policy could not reply to the text. So the trajectory ends without the text, as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
-        # The policy may sample at least one token after the text.
         self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns the number of tokens that may still be appended to the trajectory. Prompt and response
-        together have at most cfg.model_len tokens, or cfg.engine_len tokens in an evaluation whose responses
-        may be longer than in training."""
+        """Returns how many tokens may still be appended to the trajectory. Prompt and response together have
+        at most cfg.model_len tokens, or cfg.engine_len in an evaluation with longer responses than
+        training."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -326,8 +313,8 @@ class Trajectories:
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
 
-        The first grader gives the reward. Two exceptions: if the environment gave a reward, that reward is
-        used; if the environment failed, the reward is 0. The other graders give reward parts."""
+        The first grader gives the reward, but the environment's reward replaces the grader's reward. If the
+        environment failed, the reward is 0."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -351,33 +338,32 @@ class Trajectories:
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
             max_tokens: int, key: tuple[int, ...], version: int, on_response: OnResponse = lambda: False,
             carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. Finished responses are graded while other responses are
-    still sampled. A collective: every rank must call it, with the same `problems`. Returns
+    """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
+    Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: this rank's trajectories that are left for the next step, unfinished or graded. Graded
-       ones are left if the step has enough samples without them.
+    2. with --carry: this rank's trajectories that are left for the next step. Some are unfinished; others are
+       graded, but the step has enough samples without them.
 
     problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
         (data.numbers_at).
     max_tokens: largest number of tokens of a response.
     key: seeds the randomness.
     version: step of the engine's weights.
-    on_response: called when a response ends, or when a turn ends with --env. If it returns True, sampling is
-        aborted, and both results are empty.
-    carried: result 2 of the previous step; () without --carry; None in evaluation. Evaluation ignores
-        --round_len and --carry (see `sample_until_enough`)."""
+    on_response: called when a turn ends. If it returns True, sampling is aborted, and both results are empty.
+    carried: result 2 of the previous step; () without --carry; None in evaluation, which ignores --round_len
+        and --carry."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal. So sample one, and copy it n times at the end.
+    # At temperature 0, all samples of a prompt have equal tokens. So one is sampled, and replicated at the
+    # end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # After a resume, carried trajectories may be on other ranks than before. `move` puts each one on the same
-    # rank as in a run without interruption.
+    # Every trajectory must be on the same rank as in a run that was not interrupted.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
@@ -395,17 +381,16 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         on_response: OnResponse, carries: bool) -> set[Key] | None:
     """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
-    or None if sampling was aborted. The result may have keys of samples on other ranks.
+    on any rank, or None if sampling was aborted.
 
-    With --round_len, a round samples at most --round_len tokens for each trajectory. After each round, the
-    open (unfinished) trajectories are distributed over all ranks again.
-    Without --round_len, a round samples a whole turn, and trajectories stay on their rank. The ranks of one
-    engine exchange their state, so that they sample the same number of rounds.
+    With --round_len, open (unfinished) trajectories are distributed over all ranks again after each round.
+    Without --round_len, only the ranks of one engine exchange their state, because they must sample the same
+    number of rounds.
 
     If `carries` is false, sampling ends when all trajectories are complete.
     If `carries` is true, sampling ends when two conditions hold:
     1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, only
-       prompts without an open trajectory count. Older prompts are used first.
+       prompts without an open trajectory count.
     2. No open trajectory belongs to a prompt that began --max_staleness steps ago or earlier."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
@@ -430,12 +415,12 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
-    """Distribute the samples `keys` over the ranks. Returns 1. key -> rank; 2. True if all samples of a
-    prompt are on one rank.
+    """Distribute the samples `keys` over the ranks. Returns key -> rank, and whether all samples of a prompt
+    are on one rank.
 
     With at least PROMPTS_PER_ENGINE prompts per engine, all samples of a prompt go to one rank, so that only
-    one engine computes the prompt. With fewer prompts, the samples of a prompt are spread over the ranks.
-    Then the engines finish at about the same time, even if one prompt has very long responses."""
+    one engine computes the prompt. With fewer prompts, the samples of a prompt are spread over the ranks, so
+    that the engines finish at about the same time."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -455,7 +440,7 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
     After the moves, two ranks differ by at most one key. As few keys as possible move."""
     ranks, total = len(held), sum(map(len, held))
-    # If some ranks must have one key more than the others, choose the fullest ranks. Then fewer keys move.
+    # The fullest ranks get the extra keys, because then fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -471,11 +456,12 @@ Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one va
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns metric -> list with one value for each problem. Every problem has `n` samples. The metrics:
 
-    avg@n         mean reward of the n samples
-    pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
-    maj@n         see `majority`; for n above 2
-    response_len  mean number of tokens
-    truncated     share of truncated responses, from 0 to 1"""
+        avg@n         mean reward of the n samples
+        pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
+        maj@n         see `majority`; for n above 2
+        response_len  mean number of tokens
+        truncated     fraction of truncated responses
+    """
     groups = group_by_prompt(samples)
     right = [sum(s.reward > 0 for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -489,14 +475,14 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns pass@k (arXiv 2107.03374, eq. 1). Of n samples, `right` samples are right. pass@k is the
-    probability that at least one is right among k samples drawn from the n without replacement."""
+    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right. The
+    k samples are drawn without replacement from n samples, of which `right` are right."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
     """Returns 1 if the most frequent answer among a prompt's samples is right, else 0. If several answers tie
-    for the first place, returns the share of right answers among them. Samples without an answer are
+    for the first place, returns the fraction of right answers among them. Samples without an answer are
     ignored."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
@@ -505,7 +491,7 @@ def majority(group: Sequence[Sample]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean of the values, or 0 for an empty list (sampling was aborted)."""
+    """Returns the mean of the values, or 0 for an empty list."""
     return math.fsum(values) / max(len(values), 1)
 
 
@@ -513,9 +499,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
-    """Returns the sample as a dict: one row of a file in samples/ or eval/. With `save_logps` the row also
-    has the response's token ids and the engine's log-probs (nats, 4 decimals). Tokens that the environment
-    wrote have the log-prob None."""
+    """Returns the sample as one row of a file in samples/ or eval/. With `save_logps` the row also has the
+    response's token ids and the engine's log-probs (nats; None at tokens of the environment)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
@@ -528,8 +513,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Say) -> Sets:
-    """Returns name -> problems, for each file of --eval_data. The names come from `set_names`. Raises
-    UserError, see load_problems."""
+    """Returns name -> problems, for each file of --eval_data. Raises UserError, see load_problems."""
     return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
@@ -540,13 +524,14 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    The short name is the file name without its suffix. If another file has the same
-    short name, or if the short name is that of a split, like "test" (SPLITS), the folder's name is put in
-    front. If that name is not unique, or starts with a split again, the next folder is put in front, too.
+    The short name is the file name without its suffix. If this name is not unique, or is the name of a split
+    (SPLITS), the names of the folders above are put in front until the result is unique and does not start
+    with a split.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test
-        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test     (a file on the Hugging Face Hub)"""
+        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test     (a file on the Hugging Face Hub)
+    """
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
@@ -568,8 +553,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
                on_response: OnResponse = lambda: False) -> tuple[Scores, list[dict]]:
-    """Sample and grade the held-out problems of each evaluation set. Returns, on every rank, 1. the scores;
-    2. one row for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
+    """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
+    for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
 
     Every step uses the same random numbers, so only the weights differ between the evaluations of two
     steps."""
@@ -586,8 +571,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns the result of `accuracy` for the samples of all ranks. The values are always in the order of
-    the problems. So a mean of them has the same rounding for any number of ranks."""
+    """Returns the result of `accuracy` for the samples of all ranks. The values are in the order of the
+    problems, so a mean of the values has the same rounding for any number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))
@@ -600,8 +585,8 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """Returns a new engine for the model folder `path`. --engine names its kind. Raises UserError if this
-    engine can't run the model on this device."""
+    """Returns a new engine for the model folder `path`. Raises UserError if the engine can't run this model
+    on this device."""
     check_engine_flags(path, cfg, device)
     return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
 
@@ -618,20 +603,19 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens, or infinity if the config has no
-    limit. If the config scales the rotary embedding (RoPE), the result is the length after scaling."""
+    """Returns the longest sequence that the model supports, in tokens, or infinity. If the config scales the
+    rotary embedding (RoPE), the result is the length after scaling."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # If a config has several RoPEs, one for each type of layer, max_position_embeddings is already the length
-    # after scaling.
+    # With one RoPE for each type of layer, max_position_embeddings is already the length after scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 
 
 def make_grader(cfg: Config) -> Grader:
-    """Returns a new Grader for --reward and --env, which grades this rank's responses. Raises UserError if a
-    reward or an extractor does not exist."""
+    """Returns a new Grader for --reward and --env. Raises UserError if a reward or an extractor does not
+    exist."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)
