@@ -1,9 +1,8 @@
 """Writes the output of a run, except checkpoints: metrics, samples, alarms, progress bars, TensorBoard.
 
-Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums the numerators and the
+Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums numerators and
 denominators over the ranks, and then divides. So a metric is never a mean of means. On rank 0, the `Logger`
-writes the files to the run's folder. docs/metrics.md explains every metric. tools/report.py draws the plots.
-"""
+writes the files. docs/metrics.md explains every metric."""
 
 import contextlib
 import dataclasses
@@ -33,9 +32,9 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so the CPU adds a
-    number without waiting for the GPU. Every rank must add the same names, because `reduce` sums all metrics
-    in one collective. A rank without a value adds 0."""
+    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so the CPU does
+    not wait for the GPU. Every rank must add the same names, because `reduce` sums all metrics in one
+    collective."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -46,13 +45,13 @@ class Meter:
     def _double(self, x):
         if isinstance(x, Tensor):
             return x.detach().to(self.device, torch.float64)
-        # torch.full, because torch.tensor(x) would make the CPU wait for the GPU.
+        # torch.tensor(x) would make the CPU wait for the GPU
         return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add to the metric `name`. With `count` the metric is a mean: `total` is added to its numerator and
-        `count` to its denominator. A mean with denominator 0 is not logged. Without `count` the metric is a
-        sum, and `total` is added to it."""
+        """Add to the metric `name`. With `count` the metric is a mean: `total` is added to the numerator and
+        `count` to the denominator. A mean with denominator 0 is not logged. Without `count` the metric is a
+        sum."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
@@ -63,21 +62,19 @@ class Meter:
     def add_quantiles(self, name: str, x: Tensor) -> None:
         """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
 
-        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram from 1e-9 to 100 with
-        100 bins for each power of ten. It is at most 2.4 % too high."""
+        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram with 100 bins for each
+        power of ten, from 1e-9 to 100, so it is at most 2.4 % too high."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
         bins = (100 * x.nan_to_num(100).clamp(1e-9, 100).log10() + 900).long()
         counts = torch.zeros(1101, dtype=torch.float64, device=self.device)
-        # index_add, because torch.bincount would make the CPU wait for the GPU.
+        # torch.bincount would make the CPU wait for the GPU
         self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns name -> value of all metrics, over all ranks.
-
-        all_sum, all_max: functions that return the sum and the maximum of a tensor over the ranks. If add_max
-        was never called, all_max is not called."""
+        """Returns name -> value of all metrics, over all ranks. all_sum, all_max: functions that return the
+        sum and the maximum of a tensor over the ranks."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -102,15 +99,14 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
                     turns: bool = False, per_prompt: int = 0) -> None:
-    """Add the metrics of the step's samples. Each metric is the mean of a list in the dict `metrics`.
+    """Add the metrics of the step's samples.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id).
     parts: names of the reward parts.
     turns: true if responses may have several turns (--env). Then `response_len` includes the environment's
         tokens, and `response_len/sampled` does not.
-    per_prompt: number of samples of a prompt. With --carry, a prompt may have fewer samples. `pass@n` and
-        `uniform_groups` leave out a prompt with fewer samples.
-    """
+    per_prompt: number of samples of a prompt. With --carry, a prompt may have fewer samples; `pass@n` and
+        `uniform_groups` leave out such a prompt."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -125,12 +121,12 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.text) for s in samples],
-        "repetition": [repeat_score(group[0].text) for group in groups],  # slow, so one response per prompt
+        "repetition": [repeat_score(group[0].text) for group in groups],  # slow: one response a prompt
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # not every sample has every part: a grader may be for one data set only
+    for part in parts:  # a grader may be for one data set only
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -143,18 +139,17 @@ REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
 
 
 def reflections(text: str) -> int:
-    """Returns how often words of REFLECTIONS occur in a text. Open-Reasoner-Zero counts the same words."""
+    """Returns how often words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
 
 
 def repeat_score(text: str) -> float:
-    """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1. Open-Reasoner-Zero logs the
-    same measure.
+    """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1, as in Open-Reasoner-Zero.
 
-    All suffixes of the text are sorted. LCP is the length of the longest common prefix of two neighbouring
-    suffixes. For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). Prefix doubling sorts the
-    suffixes in O(n log² n) (Manber and Myers 1990)."""
+    For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). LCP is the length of the longest common
+    prefix of two neighbours in the sorted list of the text's suffixes. Prefix doubling sorts the suffixes in
+    O(n log² n) (Manber and Myers 1990)."""
     if not text:
         return 0.0
     n = len(text)
@@ -162,11 +157,11 @@ def repeat_score(text: str) -> float:
     suffix_ranks, keys = [], list(text)
     while not suffix_ranks or suffix_ranks[-1].max() < n - 1:
         rank = np.unique(keys, return_inverse=True)[1]
-        suffix_ranks.append(np.append(rank, -1))  # the empty suffix (it starts at n) has the lowest rank
+        suffix_ranks.append(np.append(rank, -1))  # the empty suffix has the lowest rank
         second_half = np.minimum(np.arange(n) + 2 ** (len(suffix_ranks) - 1), n)
         keys = rank * (n + 1) + suffix_ranks[-1][second_half]
     order = np.argsort(suffix_ranks[-1])[1:]
-    i, j = order[:-1], order[1:]  # starts of neighbouring suffixes; the loop skips their common prefix
+    i, j = order[:-1], order[1:]  # starts of neighbouring suffixes
     for k in reversed(range(len(suffix_ranks))):
         common = 2**k * (suffix_ranks[k][i] == suffix_ranks[k][j])
         i, j = i + common, j + common
@@ -183,13 +178,12 @@ STEP_LINE = {  # metric -> its format in the line that is printed after each ste
 class Logger(contextlib.AbstractContextManager):
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
-    `start` is the first step that will be logged. Rows of step `start` or later, from an interrupted run, are
-    moved to metrics.old.jsonl and alarms.old.jsonl. So no step is in a file twice. `plan`: the predicted
-    memory and time of the run (tools.plan.Plan), for plan.json. Raises UserError if the folder can't be
-    written to.
+    `start` is the first step that will be logged. Rows of later steps, from an interrupted run, are moved to
+    metrics.old.jsonl and alarms.old.jsonl, so no step is in a file twice. `plan` (tools.plan.Plan) is written
+    to plan.json. Raises UserError if the folder can't be written to.
 
-    Use a Logger as `with logger:`. The exit closes the files and tells the trackers whether the run failed.
-    """
+    Use a Logger as `with logger:`. The exit closes the files and tells the trackers whether the run
+    failed."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -208,7 +202,7 @@ class Logger(contextlib.AbstractContextManager):
         rows = read_metrics(out)
         self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
-        self.unwritten = []  # rows to write; they stay here while the disk is full
+        self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []  # rows of the current step's samples, for the trackers
         self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
@@ -223,8 +217,8 @@ class Logger(contextlib.AbstractContextManager):
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}`, and append the text to alarms.jsonl. `step`: N; None: the
-        next step that will be logged."""
+        """Print `!! step N: {text}`, and append the text to alarms.jsonl. `step`: N; None: the next step that
+        will be logged."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -232,18 +226,17 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors. Returns this path. Field
-        `tokens` of the first pack is the tensor `0.tokens` of the file, and so on."""
+        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors, and return this path. The field
+        `tokens` of the first pack is the tensor `0.tokens`."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # clone(): save_file refuses tensors that share memory.
+        # save_file refuses tensors that share memory, so they are cloned
         save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
                    for field, x in vars(p).items() if x is not None}, path)
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print the metrics of a step. After the last training step, one more row has the metrics
-        of the last evaluation."""
+        """Write and print the metrics of a step."""
         if not self.main:
             return
         row = {"step": step, **metrics}
@@ -264,14 +257,14 @@ class Logger(contextlib.AbstractContextManager):
 
     def _write(self, step):
         """Write the rows in `unwritten` to TensorBoard and metrics.jsonl. If the disk is full, keep the rows
-        and log an alarm. The next step, or `close`, tries again."""
+        and log an alarm."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # With purge_step, TensorBoard hides what an interrupted run wrote for this and later steps.
+                # With purge_step, TensorBoard hides what an interrupted run wrote for later steps.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
@@ -284,7 +277,7 @@ class Logger(contextlib.AbstractContextManager):
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
         """Write the rows to OUT/{kind}/step_NNNNNN.jsonl. `kind` is "samples" or "eval". Rows of kind
-        "samples" are also sent to the trackers, at the end of the step."""
+        "samples" are also sent to the trackers."""
         if not self.main:
             return
         if kind == "samples":
@@ -293,7 +286,7 @@ class Logger(contextlib.AbstractContextManager):
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
-            # A lone surrogate in a response can't be encoded in UTF-8. backslashreplace writes it as \udc80.
+            # UTF-8 can't encode a lone surrogate; backslashreplace writes it as \udc80
             path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
@@ -305,8 +298,7 @@ class Logger(contextlib.AbstractContextManager):
                     disable=None if self.main else True)
 
     def close(self, failed: bool = False) -> None:
-        """Write the rows in `unwritten`, then close the progress bar, the trackers and TensorBoard's file.
-        `failed`: true if an error ends the run."""
+        """Write the rows in `unwritten`, and close everything. `failed`: true if an error ends the run."""
         if not self.main:
             return
         self._write(self.next_step)
@@ -326,8 +318,8 @@ def _lines(rows):
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and later steps from the file NAME.jsonl to the end of NAME.old.jsonl.
-    Drop an incomplete last line, which a crash may leave. Raises OSError."""
+    """Move the rows of step `start` and later steps from NAME.jsonl to the end of NAME.old.jsonl. Raises
+    OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -337,8 +329,7 @@ def _set_aside(path, start):
 
 
 def _append(path, row):
-    """Append the row as one line. Raises OSError if the disk is full, after removing what was written of the
-    line."""
+    """Append the row as one line. If the disk is full, removes the incomplete line and raises OSError."""
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -348,7 +339,7 @@ def _append(path, row):
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl in the folder `run`, one dict for each step. null becomes NaN."""
+    """Returns the rows of metrics.jsonl in the folder `run`. null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
             for row in read_jsonl(run / "metrics.jsonl")]
 
@@ -360,10 +351,10 @@ class Tracker:
     """Sends every row of metrics.jsonl once, in the order of the steps, to a service for experiment tracking.
 
     A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
-    keeps the id, and first sends the rows that the service does not have. If a tracker raises an error, an
-    alarm is logged, the tracker is switched off, and training goes on.
+    keeps the id, and first sends the rows that the service does not have. If a tracker fails, an alarm is
+    logged, and training goes on without it.
 
-    To support another service, write a subclass like WandbTracker, and add it to TRACKERS and to
+    To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and to
     configs.Tracker. The subclass defines:
         start   start the service's run self.state["id"], or continue it
         send    send one row
@@ -382,8 +373,7 @@ class Tracker:
             self.step(row, [])
 
     def _attempt(self, action, *arguments):
-        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off: a
-        failing network must not end the training run."""
+        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off."""
         try:
             action(*arguments)
         except Exception as e:
@@ -393,11 +383,9 @@ class Tracker:
                        "resumed run sends it the steps after this one")
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics, and its samples if they were saved. A step that was sent before is not sent
-        again."""
+        """Send a step's metrics, and its samples if they were saved, unless the step was sent before."""
         if row["step"] >= self.state["next_step"] and not self.failed:
-            # Write the file first, then send. A crash between the two loses one row. In the other order, it
-            # would send a row twice.
+            # Write the file before sending: a crash between the two loses a row, and never sends a row twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
             self._attempt(self.send, row, samples)
@@ -409,21 +397,20 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. Users can set wandb's environment variables, such as
-    WANDB_PROJECT and WANDB_MODE=offline. ENVIRONMENT has our defaults for some of these variables."""
+    """Sends metrics and samples to Weights & Biases. Wandb's environment variables, such as
+    WANDB_MODE=offline, beat the defaults in ENVIRONMENT."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
         "WANDB_CONSOLE": "off",  # otherwise wandb captures stdout and breaks the progress bars
         "WANDB_QUIET": "true",
-        "WANDB_FINISH_TIMEOUT": "60",  # seconds; otherwise wandb waits without limit for a broken network
+        "WANDB_FINISH_TIMEOUT": "60",  # seconds; the default has no limit
         "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses its last second
     }
     COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
     SAMPLES = 512  # largest number of samples to send for each step
 
     def start(self) -> None:
-        """Start the run at wandb, or continue it."""
         import wandb
 
         for key, value in self.ENVIRONMENT.items():
@@ -432,18 +419,16 @@ class WandbTracker(Tracker):
                               config=dict(self.config), allow_val_change=True)
 
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics, and a table of its samples."""
         import wandb
 
         values = {name: x for name, x in row.items() if name != "step"}
         if samples:
             table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        # commit=True sends the row now. Otherwise wandb would wait for the next row.
+        # commit=True sends the row now, not with the next row
         self.run.log(values, step=row["step"], commit=True)
 
     def finish(self, run_failed: bool) -> None:
-        """End the run at wandb."""
         self.run.finish(exit_code=int(run_failed))
 
 
