@@ -7,15 +7,14 @@ An engine samples responses with the policy's weights. It holds the weights only
             ...  # requests: (prompt_id, sample_id) -> tokens
 
 To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
-rollout.ENGINES. An engine that can free memory also has `unload()`. The base class checks that every weight
-arrives exactly once, allows one `awake` at a time, refuses stale weights, and records memory use.
+rollout.ENGINES. An engine that can free memory also has `unload()`.
 
-Stale weights are weights of an earlier step. Sampling with them raises no error by itself, and the policy
-then learns from wrong samples. So an engine gets weights only through `awake`, and `generate` raises an error
-if the engine's weights are not of the requested version.
+Sampling with weights of an earlier step raises no error by itself, and the policy then learns from wrong
+samples. So an engine gets weights only through `awake`, and `generate` raises an error if the engine's
+weights are not of the requested version.
 
-Randomness is counter-based: a response's random numbers depend only on (key, prompt_id, sample_id). Other
-responses, and the order of sampling, do not change them."""
+A response's random numbers depend only on (key, prompt_id, sample_id), not on other responses or on the order
+of sampling."""
 
 from __future__ import annotations
 
@@ -46,12 +45,11 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 class MemoryLedger:
     """Records memory use in GiB: at each stage of an engine's last `awake`, and the residual, which is the
-    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory, so that
-    the first reading does not include the engine.
+    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's memory statistics would be wrong, because they count tensors of a sleeping engine. These tensors
-    use no memory."""
+    torch's memory statistics would be wrong, because they count a sleeping engine's tensors, which use no
+    memory."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -61,7 +59,7 @@ class MemoryLedger:
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
-        """Record memory use at the end of `stage`. First waits until the device has finished its work."""
+        """Record memory use at the end of `stage`, after the device has finished its work."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -75,15 +73,14 @@ class MemoryLedger:
         self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
-        """Start the readings of an `awake`. The first reading is the trainer's memory, without
-        memory that torch has only cached."""
+        """Start the readings of an `awake`. The first reading is the trainer's memory."""
         torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """Take the last reading of an `awake`, while the engine sleeps. Add the last reading minus the first
-        reading to the residual."""
+        """Take the last reading of an `awake`, while the engine sleeps. The residual grows by the last
+        reading minus the first reading."""
         before, _ = next(iter(self.readings.values()))
         torch.cuda.empty_cache()
         self.mark("asleep")
@@ -109,8 +106,8 @@ class MemoryLedger:
 
 
 class Engine(abc.ABC):
-    """Base class of the engines; see the top of this file. All ranks must construct their engine at the same
-    time, because the constructor calls collectives."""
+    """Base class of the engines. All ranks must construct their engine at the same time, because the
+    constructor calls collectives."""
 
     needs_selfcheck = False  # True: before step 0, guard.selfcheck compares engine and trainer log-probs
 
@@ -127,7 +124,6 @@ class Engine(abc.ABC):
         self.engines = self.ranks // cfg.tp
         self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
-    # Methods that a subclass defines:
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
@@ -147,19 +143,17 @@ class Engine(abc.ABC):
         version: step of the weights. A subclass must first call self.check(version), which raises
             RuntimeError if the engine holds weights of another version.
 
-        A subclass makes its Samples with self.sample. With --tp, all ranks of one engine call `generate` at
-        the same time, each with its own requests."""
+        With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 
     def unload(self) -> None:  # noqa: B027  not abstract, because some engines have nothing to free
         """Free memory at the end of `awake`."""
 
-    # Methods that the trainer calls:
 
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
-        """Context manager: wakes the engine and loads `weights`, which yields (name, whole tensor).
-        `version` is the step of these weights. `generate` works only inside the context. On exit the engine
-        sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
+        """Context manager: wakes the engine and loads `weights`, which yields (name, whole tensor). `version`
+        is the step of these weights. On exit the engine sleeps. Raises RuntimeError for missing, repeated or
+        unknown weights, and inside another `awake`."""
         if self.version is not None:
             raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
                                "leave that `with engine.awake(…)` first")
@@ -188,8 +182,7 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """Returns the objects x of all ranks of this engine, as a list. With --tp, an engine has several
-        ranks."""
+        """Returns the objects x of all ranks of this engine, as a list."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -200,8 +193,7 @@ class Engine(abc.ABC):
                 f"{version}; call it inside `with engine.awake(full_weights(policy), version=step)`")
 
     def checked_weights(self, weights: Weights) -> Weights:
-        """Yields the weights unchanged. Raises RuntimeError if a name comes twice, if the model has no such
-        name, or if names are missing at the end."""
+        """Yields the weights unchanged. Raises RuntimeError for a repeated, unknown or missing name."""
         known = dict(self.policy.named_parameters())
         missing = dict(known)
         for name, tensor in weights:
@@ -216,8 +208,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """Context manager: turns any exception into a RuntimeError. The new message has three parts: what the
-        engine failed to do (`doing`), the exception, and the table of memory readings."""
+        """Context manager: turns any exception into a RuntimeError. The message says what the engine failed
+        to do (`doing`), and has the table of memory readings."""
         try:
             yield
         except Exception as e:
@@ -243,8 +235,8 @@ class Engine(abc.ABC):
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Returns the ids of all EOS tokens. The tokenizer, the model config and the generation config may name
-    different EOS tokens, and sampling must end at each of them."""
+    """Returns the ids of all EOS tokens, because tokenizer, model config and generation config may name
+    different ones."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     file = Path(path) / "generation_config.json"
     if file.is_file():
@@ -257,11 +249,9 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     """Returns how many tokens of `after` are needed to complete a stop string, or 0 if there is no stop
     string.
 
-    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before` and
-        end in `after`. Only the first `window` tokens of `after` are searched.
-    stop: the stop strings."""
-    # Number of tokens. Every stop string fits, because a token has at least one byte. The 8 extra tokens are
-    # for characters of several bytes (up to 4) at both ends of the window.
+    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`. Only
+    the first `window` tokens of `after` are searched."""
+    # in tokens: a token has at least one byte, and the 8 extra tokens are for characters of several bytes
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 
@@ -272,7 +262,7 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     if not stop:
         return 0
     previous, whole = count(0), count(len(after))
-    # Usually no stop string ends in `after`. Then the counts are equal, and the loop is skipped.
+    # usually the counts are equal, and the loop is skipped
     for i in range(1, len(after) + 1) if whole != previous else ():
         now = whole if i == len(after) else count(i)
         if any(map(operator.gt, now, previous)):
