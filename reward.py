@@ -6,13 +6,11 @@ r"""Reads the flag --reward, and computes rewards for a response's format. As a 
         print(grader.results())
 
 The value of --reward is a list of terms. A term is a grader or a part. A grader compares the response's
-answer with the gold answer, or is a user's function. A part is added to the grader's reward, for example a
-reward for the format. rollout.REWARD_PARTS has all parts.
+answer with the gold answer, or is a user's function. A part (rollout.REWARD_PARTS), such as a reward for the
+format, is added to the grader's reward.
 
-The usual reward is 1 or 0. It is 1 if the response ended before the length limit and its extracted answer
-equals the gold answer. grading/answers.py extracts and compares answers. grading/worker.py runs graders in
-processes that can be killed.
-"""
+The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
+answer, else 0."""
 
 import math
 import time
@@ -41,10 +39,9 @@ class Term:
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     """Returns the terms of --reward, graders first. Raises UserError if `reward` is not valid.
 
-    reward: the value of --reward. A term is written NAME or NAME=WEIGHT. NAME is one of KINDS, one of
-        `parts`, FILE.py:FUNCTION, or DATASET@FILE.py:FUNCTION.
-    parts: the names of all reward parts.
-    """
+    reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
+        DATASET@FILE.py:FUNCTION.
+    parts: the names of all reward parts."""
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
     names = {t.name for t in terms}
@@ -83,8 +80,7 @@ def _split_custom(spec):
     """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if there is none), and
     FILE.py:FUNCTION. Raises UserError if the text before @ is empty.
 
-    The data set ends at the first @. A later @ belongs to the path. A `spec` that starts with / or . is a
-    path without a data set."""
+    A `spec` that starts with / or . is a path without a data set."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -101,8 +97,8 @@ def kind_of(reward: Sequence[str]) -> str:
 
 
 def think_then_answer(text: str) -> float:
-    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, else 0 (Open-R1's
-    format reward). Each tag must be on its own line. Text may follow the last tag."""
+    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, with each tag on its
+    own line, else 0 (Open-R1's format reward). Text may follow the last tag."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
     _, _, answer = text[len(start):].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
@@ -116,8 +112,8 @@ def tag_count(text: str) -> float:
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the share of the word n-grams of the text that already occurred earlier in it, from 0 to 1.
-    Open-R1's repetition penalty is this share times -1."""
+    """Returns the fraction of the text's word n-grams that occurred earlier in the text. Open-R1's repetition
+    penalty is this number times -1."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
@@ -127,7 +123,7 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
 
 def _responses(path):
     """Yields the rows of a file of responses, with defaults for "stopped" and "kind". Raises UserError for a
-    row that is not valid, with the row's number."""
+    row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
