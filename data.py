@@ -1,6 +1,6 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
-This file tokenises the rows that grading/rows.py reads. It draws each step's prompts as a pure function of
+This file tokenises the rows that grading/rows.py reads, and draws each step's prompts as a pure function of
 (seed, step). It assigns a step's samples to minibatches, ranks and packs. A pack is the tokens of one forward
 pass: several samples end to end.
 
@@ -9,9 +9,8 @@ pass: several samples end to end.
     minibatches = assign(lengths, work, prompts, ranks, cfg, step)  # minibatch, rank and pack of each sample
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
-Departs from Open-Reasoner-Zero: every sample is used. None is dropped because it does not fill a batch, and
-none is duplicated as padding.
-"""
+Difference from Open-Reasoner-Zero: every sample is used exactly once. None is dropped or duplicated to fill a
+batch."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Numbers of the random streams in this file. Each stream is seeded with its number, for example
-# np.random.default_rng([seed, ORDER, epoch]).
+# Each random stream in this file is seeded with its own number, for example np.random.default_rng([seed,
+# ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
@@ -125,7 +124,7 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> value, for each number that `score` adds: the weighted reward and the parts."""
+        """Returns name -> value, for each number that `score` adds."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
@@ -166,8 +165,7 @@ class Pack:
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> Pack:
-        """Returns the pack on another device. Copies to a GPU use pinned memory, and the host does not wait
-        for them."""
+        """Returns the pack on another device. The host does not wait for copies to a GPU."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
         if torch.device(device).type == "cuda":
             tensors = {k: v.pin_memory() for k, v in tensors.items()}
@@ -180,12 +178,11 @@ class Pack:
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = print,
                   longest: int = 0) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
-    --max_prompt_len, and prompts that leave no room for a response. Then calls `say` with one line, which
-    says how many problems are left and how many rows were dropped.
+    --max_prompt_len, and prompts that leave no room for a response, and reports them with `say`.
 
     If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
     `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. Raises UserError if no
-    problem is left, or if a row can't be read (the message names the file and the row)."""
+    problem is left, or if a row can't be read."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -223,9 +220,9 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     """Returns a function that turns a conversation into the tokens of a prompt. The last turn of a
     conversation is the problem.
 
-    The template "chat" is the tokenizer's chat template. It shows all turns. If a conversation has no system
-    turn, `system_prompt` is added as one. The other templates show only the problem, and the tokenizer adds
-    its BOS token if it has one.
+    The template "chat" is the tokenizer's chat template. It shows all turns, and `system_prompt` if the
+    conversation has no system turn. The other templates show only the problem, and the tokenizer adds its BOS
+    token if it has one.
 
     Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
     if the template can't show the conversation, or if the prompt ends in the EOS token."""
@@ -249,7 +246,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """Returns the text of a template, which contains {problem}. Returns "" for the tokenizer's chat template.
+    """Returns the text of a template, which contains {problem}, or "" for the tokenizer's chat template.
     Raises UserError if the template doesn't exist or has no {problem}."""
     if template == "chat":
         return ""
@@ -282,7 +279,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as e:  # a chat template is a program, so it may raise any exception
+    except Exception as e:  # a chat template may raise any exception
         why = " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"the chat template refuses the row's turns ({why:.80}); needed: other roles, or "
                         "another --template") from None
@@ -296,13 +293,12 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training.
-    Returns "" if the prompts would have other tokens. `form`: the result of prompt_form.
+    """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
+    or "" if the prompts would have other tokens. `form`: the result of prompt_form.
 
-    If `form` is "", training used the tokenizer's own chat template. The returned template is the same, but
-    also adds the system prompt to conversations without a system turn.
-    If `form` is a text, the returned template puts the user's turn into this text. It raises an exception for
-    conversations that are not exactly one user turn."""
+    If `form` is "", the result is the tokenizer's own chat template, which also adds the system prompt to
+    conversations without a system turn. If `form` is a text, the result puts the user's turn into this text,
+    and raises an exception for conversations that are not exactly one user turn."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -320,13 +316,13 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 
 def _as_jinja(value):
-    """Returns the value as a Jinja literal. JSON can be used, because Jinja reads JSON's escapes."""
+    """Returns the value as a Jinja literal. Jinja reads JSON's escapes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of all problems in order. The hash covers the tokens, answer, kind, weight and data set
-    of each problem. A checkpoint stores the hash, and ckpt.resume compares it with this run's hash."""
+    """Returns a hash of the tokens, answer, kind, weight and data set of all problems, in order. ckpt.resume
+    compares the checkpoint's hash with this run's hash."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
@@ -337,8 +333,8 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step. The result is a pure function of (seed, step).
-    Each epoch has a new random order."""
+    """Returns the problems whose sampling begins in this step, a pure function of (seed, step). Each epoch
+    has a new random order."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
 
@@ -352,21 +348,21 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts whose sampling begins in this step. There are --prompts_per_step
-    prompts in each step. The first step also has the extra prompts of --carry."""
+    """Returns the numbers of the prompts whose sampling begins in this step. The first step also has the
+    extra prompts of --carry."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
 
 def step_of(number: int, cfg: Config) -> int:
-    """Returns the step in which the sampling of this prompt begins. `number`: the prompt's number."""
+    """Returns the step in which the sampling of the prompt `number` begins."""
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns one replacement for each prompt of the step. train.resample uses them for prompts whose samples
-    all have the same reward. The result is a pure function of (seed, step, round). Replacements are drawn
-    from the epoch of this step, so --data_weights apply to them too."""
+    """Returns one replacement for each prompt of the step, for train.resample. The result is a pure function
+    of (seed, step, round). Replacements are drawn from the epoch of this step, so --data_weights apply to
+    them too."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))
@@ -383,8 +379,8 @@ def _total(groups):
 
 
 def _groups(problems):
-    """Divide the problems into groups. Returns (count, indices) for each group. `indices`: the group's
-    problems. `count`: how many prompts an epoch draws from the group, which is weight × (number of problems).
+    """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
+    prompts from the problems `indices`.
 
     Files with the same integer weight form one group. Each other file is a group of its own."""
     files, groups = defaultdict(list), defaultdict(list)
@@ -397,8 +393,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems, shuffled. Example: with weight 1.3, each problem of the
-    group occurs once, and a random 30 % of them occur a second time."""
+    """Returns the shuffled indices of an epoch's problems. With weight 1.3, each problem occurs once, and a
+    random 30 % of the problems occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -411,8 +407,7 @@ def _epoch(groups, seed, epoch):
 
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
-    appended. The engine sampled `segment` after all tokens of `before`. The caller must set the result's
-    `text`, which is still that of `before`."""
+    appended. The caller must set the result's `text`, which is still that of `before`."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -422,8 +417,8 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """Returns the trajectory `s` with the environment's `text` appended. The policy's next turn starts after
-    this text. `ids`: tokens of `text`."""
+    """Returns the trajectory `s` with the environment's `text` (tokens `ids`) appended. The policy's next
+    turn starts after this text."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
     return replace(extended(s, reply), text=s.text + text, turns=s.turns + 1,
@@ -442,10 +437,8 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
            step: int) -> Layout:
     """Assign samples to minibatches, ranks and packs. Returns minibatches[m][rank][pack], a list of sample
     indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
-    Samples must be ordered by (prompt_id, sample_id).
-
-    Training does not depend on the number of ranks or on the packing: the number of ranks does not change the
-    minibatches, and the packing does not change the loss."""
+    Samples must be ordered by (prompt_id, sample_id). The minibatches do not depend on the number of
+    ranks."""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -456,12 +449,12 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    FSDP needs the same number of packs on every rank. All ranks compute their k-th packs at the same time and
-    wait for the slowest rank. So the k-th packs of all ranks get about the same cost.
+    FSDP needs the same number of packs on every rank, and all ranks wait for the slowest rank in every pack.
+    So the k-th packs of all ranks get about the same cost.
 
-    If several samples in a pack have the same prompt, the prompt is computed once. So samples of one prompt
-    are kept together in units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer
-    sample is a unit of its own."""
+    A pack computes a prompt once for all its samples. So samples of one prompt are kept together in units. A
+    unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer sample is a unit of its
+    own."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -469,7 +462,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # Sort packs by cost. Rank r takes packs r, r + ranks, …, so the k-th packs of all ranks are neighbours.
+    # Packs are sorted by cost, so the k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for unit in b for i in units[unit]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
@@ -477,7 +470,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
 
 def _neighbours(indices, lengths, prompts, limit):
     """Cut the ascending list of sample indices into lists. Each list has samples of one prompt, with at most
-    `limit` tokens in all. A sample that is longer than `limit` has a list of its own."""
+    `limit` tokens in all, or a single longer sample."""
     lists = []
     room = 0
     for i in indices:
@@ -496,8 +489,7 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     cost[i] (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if
     an item fits in no list.
 
-    The algorithm is greedy (LPT). It takes the items from the most to the least expensive, and puts each into
-    the cheapest list that has room."""
+    The greedy algorithm (LPT) puts the items, most expensive first, into the cheapest list that has room."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -511,15 +503,15 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# A rank without samples computes filler packs, because FSDP needs the same number of passes on every rank. A
-# filler pack has only this sample: one token that does not enter the loss.
+# FSDP needs the same number of passes on every rank. So a rank without samples computes filler packs with
+# only this sample: one token that does not enter the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end (see Pack). Without samples, returns a filler pack. If
-    `step` is given, `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
+    """Returns a pack with the samples end to end; without samples, a filler pack. If `step` is given,
+    `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -566,8 +558,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     1. `unique` (U,): indices of the tokens that the model computes;
     2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it.
 
-    Attention is causal, so the hidden states of a token depend only on this token and the tokens before it in
-    its segment. Where segments begin with the same tokens, these tokens are computed once:
+    Attention is causal, so where segments begin with the same tokens, these tokens have equal hidden states:
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)
@@ -582,5 +573,5 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
         common = len(os.path.commonprefix([segments[i], segments[j]]))
         computed[starts[j]:starts[j] + common] = computed[starts[i]:starts[i] + common]
     is_unique = computed == np.arange(starts[-1])
-    position = is_unique.cumsum() - 1  # position of each unique token in `unique`
+    position = is_unique.cumsum() - 1
     return is_unique.nonzero()[0], position[computed]
