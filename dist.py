@@ -1,10 +1,9 @@
 """All use of torch.distributed, except for checkpoint files: start the ranks, shard models, exchange and sum
 data, measure phases, stop together.
 
-The other files read like single-device code. FSDP2 (fully_shard) shards parameters over all ranks. With
---shard_ranks it shards them within groups of ranks, and each group has all parameters. Gradients are *summed*
-over ranks, not averaged: losses are already divided by counts over all ranks, so the number of ranks does not
-change the result."""
+FSDP2 (fully_shard) shards parameters over all ranks, or with --shard_ranks within groups of ranks. Gradients
+are *summed* over ranks, not averaged: losses are already divided by counts over all ranks, so the number of
+ranks does not change the result."""
 
 import contextlib
 import datetime
@@ -55,8 +54,8 @@ class World:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started. Without torchrun, this process is the only rank. The arguments
-    are fields of Config. Raises UserError if a machine has more ranks than GPUs."""
+    """Join the ranks that torchrun started. Without torchrun, this process is the only rank. Raises UserError
+    if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:  # set torchrun's variables; vLLM's external_launcher needs them too
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -71,7 +70,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # The timeout is longer than stall_limit, so guard.watch ends a stalled run first and prints stacks.
+        # The timeout is longer than stall_limit, so that guard.watch ends a stalled run first and prints
+        # stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -80,8 +80,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """configs.set_allocator has turned on expandable segments. This function makes a test allocation. If this
-    GPU can't use expandable segments, it turns them off.
+    """Make a test allocation. If this GPU can't use expandable segments (see configs.set_allocator), turn
+    them off.
 
     For expandable segments, torch 2.13 asserts that NVML returns fabric information. For GPUs before Hopper
     NVML may return none (PyTorch issue 186374)."""
@@ -95,13 +95,12 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store for torch's process group. After every restart, its keys have a new prefix.
-    Returns None if torchrun shares no store; then torch makes its default store. Raises RuntimeError on
-    timeout.
+    """Returns a key-value store for torch's process group, whose keys have a new prefix after every restart.
+    Returns None if torchrun shares no store. Raises RuntimeError on timeout.
 
-    Why: torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses of
-    the dead ranks, and new ranks would wait for the dead ranks for ever. The restart count can't serve as a
-    prefix, because it differs between machines. So the ranks agree on a new prefix:
+    Reason: torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses
+    of the dead ranks, and new ranks would wait for the dead ranks for ever. The restart count differs between
+    machines, so it can't be the prefix. The ranks agree on a prefix:
 
         1. Each rank writes a random nonce.
         2. Each rank reads the nonces of all ranks. The hash of these nonces is the rank's prefix.
@@ -109,9 +108,7 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
            ranks have the same prefix. If not, the rank may have read a nonce from before the restart, so it
            repeats steps 2 and 3.
 
-    A machine that replaces a lost machine can't find torchrun's store. docs/cluster.md names the environment
-    variable that helps.
-    """
+    A machine that replaces a lost machine can't find torchrun's store; docs/cluster.md has the remedy."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -132,14 +129,14 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """Divide the ranks into groups of `count` neighbours. Returns the process group of this rank's group, or
-    None if `count` is 1. Every rank must call this function."""
+    """Returns the process group of this rank's group of `count` neighbouring ranks, or None if `count` is 1.
+    Every rank must call this function."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`. Without `shard_ranks` it is 1-d over all ranks. With `shard_ranks`
-    it is 2-d: parameters are sharded within groups of this many ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`: 1-d over all ranks, or with `shard_ranks` 2-d. Then parameters are
+    sharded within groups of this many ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -148,12 +145,11 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
           recompute: int | None = None) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. The embedding,
-    the last norm and the head form one more group. Weights and reductions of gradients are fp32. Compute and
-    all-gathers are in `dtype`.
+    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. Weights and
+    reductions of gradients are fp32. Compute and all-gathers are in `dtype`.
 
     `recompute`: see PackModel.recompute. On a single rank that computes in fp32, the parameters stay plain
-    tensors, because there is nothing to shard or to cast."""
+    tensors."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
@@ -161,7 +157,7 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
     for group in (*model.model.layers, model):
         fully_shard(group, mesh=over, mp_policy=precision)
         group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # use plain sums: gloo has no pre-multiplied sum
+        group.set_force_sum_reduction_for_comms(True)  # plain sums, because gloo has no pre-multiplied sum
     return model
 
 
@@ -169,9 +165,8 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
     the embedding. If the model is on the host, it is moved to `device` during the iteration.
 
-    FSDP gathers one group of parameters at a time; each decoder layer is a group. When the caller asks for
-    the first tensor of the next group, the memory of the current group is freed. From then on, the caller
-    must not use tensors of the freed group."""
+    FSDP gathers one group of parameters at a time; each decoder layer is a group. Asking for the first tensor
+    of the next group frees the tensors of the current group, so the caller must not use them any more."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -188,7 +183,7 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
     """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit both go back
-    to the host, and gradients are dropped. If the model was on a GPU before, it stays there.
+    to the host, and gradients are dropped. A model that was on a GPU before stays there.
 
     If `optimizer` is None, the weights must not change inside the context, because they are not copied
     back."""
@@ -208,13 +203,13 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Context manager. Does nothing unless `on` is true. Inside it, torch uses deterministic algorithms: sums
-    on a GPU have a fixed order. An operation without a deterministic algorithm raises RuntimeError."""
-    if not on:  # return early, because the calls below import torch's compiler, which takes time
+    """Context manager. If `on`, torch uses deterministic algorithms: sums on a GPU have a fixed order. An
+    operation without a deterministic algorithm raises RuntimeError."""
+    if not on:  # the calls below import torch's compiler, which takes time
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Don't fill new memory with NaN: this takes time, and no code here reads memory before writing it.
+    # Filling new memory with NaN takes time, and no code here reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -223,25 +218,25 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state. The
-    tensors are not copied. The state of the weight NAME has names such as NAME.exp_avg. An optimizer has no
-    state before its first step."""
-    tensors = dict(model.named_parameters())  # named_parameters lists a tied head once, as the embedding
+    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state, not
+    copied. The state of the weight NAME has names such as NAME.exp_avg. An optimizer has no state before its
+    first step."""
+    tensors = dict(model.named_parameters())  # lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called a home. While a model is not on the GPU, its homes store its
-# weights, buffers and optimizer state.
+# HOMES[model][name] is a host tensor, called a home, which stores a weight, buffer or optimizer state while
+# the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
     """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state.
 
-    A home is a host tensor of the same shape and sharding. Its memory is pinned, so copies run at the full
-    speed of the link to the GPU. Homes are kept between steps, because pinning memory is slow."""
+    A home is a host tensor of the same shape and sharding. Its memory is pinned, so copies are fast. Homes
+    are kept between steps, because pinning memory is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -251,7 +246,7 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
     """Replace each tensor x of the model and of the optimizer's state by new[x]."""
-    # Module.to also uses _apply. FSDP's version of _apply takes its shards from the new tensors.
+    # FSDP's version of _apply takes its shards from the new tensors
     model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
         state.update({key: new[x] for key, x in state.items()})
@@ -264,11 +259,10 @@ def local(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
-    """Move a model and its optimizer's state from the host to `device`. Does not wait for the copies."""
+    """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # Usually x and its home are the same memory. They differ if x is new, or if FSDP has made a padded
-        # copy of an uneven shard.
+        # x and its home are not the same memory if x is new, or if FSDP has padded an uneven shard.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -278,12 +272,12 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, nothing is
-    copied: the weights have not changed on the device, and the host still has their values."""
+    copied, because the weights have not changed and the host still has them."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # wait for the copies: FSDP reads the homes next, to pad uneven shards
+        torch.cuda.synchronize()  # FSDP reads the homes next, to pad uneven shards
     replace_tensors(model, optimizer, new)
 
 
@@ -293,14 +287,14 @@ def tensors_in(folder: str) -> dict[str, Any]:
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:
-    """Fill the tensors of `state` from the safetensors files of a folder. The tensors may be sharded. Each
-    rank reads only its own slices."""
+    """Fill the tensors of `state`, which may be sharded, from the safetensors files of a folder. Each rank
+    reads only its own slices."""
     dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
 
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
-    """Copy the whole (unsharded) tensor `full` into a parameter. The parameter may be sharded."""
+    """Copy the whole tensor `full` into a parameter, which may be sharded."""
     if isinstance(param, DTensor):
         full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements,
                                  src_data_rank=None)
@@ -308,8 +302,8 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients down to a global norm of at most `limit`. Returns the norm before scaling. All
-    ranks get the same norm."""
+    """Scale the gradients down to a global norm of at most `limit`. Returns the norm before scaling, the same
+    on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -325,18 +319,18 @@ def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Returns the maximum of x over all ranks, element by element, as a new tensor."""
+    """Returns the elementwise maximum of x over all ranks, as a new tensor."""
     return all_sum(x, td.ReduceOp.MAX)
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Returns x on the host. A GPU tensor is copied to pinned memory, and the host waits for the copy."""
+    """Returns x on the host. Copies from a GPU use pinned memory."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns a list with the object x of each rank, in rank order. Every rank gets the list. Only for small
-    objects. `group`: the ranks that take part; None: all ranks. Before `init`, returns [x]."""
+    """Returns the object x of each rank in rank order, on every rank. Only for small objects. `group`: the
+    ranks that take part; None: all ranks. Before `init`, returns [x]."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -351,8 +345,8 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
-    every rank raises the error of the lowest failed rank. The message begins with the host name of the
-    lowest failed rank, unless all ranks have the same error."""
+    every rank raises the error of the lowest failed rank. If the ranks' errors differ, the message begins
+    with the host name of the lowest failed rank."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -367,16 +361,15 @@ def together(work: Callable[..., T], *args: Any) -> T:
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:
-    """Returns the rows of all ranks, ordered by (prompt_id, sample_id), on every rank. A row is a sample as a
-    dict."""
+    """Returns the rows (samples as dicts) of all ranks, ordered by (prompt_id, sample_id), on every rank."""
     return sorted(gather_all(rows), key=lambda row: (row["prompt_id"], row["sample_id"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
-    """Send the object outgoing[r] to rank r, for every r. Returns the objects that this rank received, in the
-    order of the ranks that sent them."""
-    # Loading a pickle can run code, so pickles are accepted only from ranks of this run (in `exchange` and in
-    # `gather`). torz never writes a pickle to a file and never reads a pickle from a file.
+    """Send the object outgoing[r] to rank r, for every r. Returns the received objects, in the order of the
+    senders."""
+    # Loading a pickle can run code, so pickles are accepted only from ranks of this run, and never from
+    # files.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
@@ -390,8 +383,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
     keys[i]: the index of samples[i] among the step's samples of all ranks.
-    layout[minibatch][rank][pack]: the indices of the pack's samples (from data.assign).
-    """
+    layout[minibatch][rank][pack]: the indices of the pack's samples (from data.assign)."""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -423,11 +415,11 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the las
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Context manager and decorator for a phase. The phase's seconds are added to SECONDS. A phase ends when
-    the GPU has finished its work. If guard.watch runs, it ends the process when a phase hangs."""
+    the GPU has finished its work."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # guard.watch's thread ends the process if a phase hangs. But this thread can't run while C code holds the
-    # GIL. The timer below does not need the GIL. It ends the process later than the thread would.
+    # guard.watch's thread ends the process if a phase hangs, but can't run while C code holds the GIL. This
+    # timer does not need the GIL. It waits longer than the thread.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:
@@ -449,11 +441,10 @@ def phase_seconds() -> dict[str, float]:
 
 # --- stopping on a signal
 
-# [name, time] of the signal that requested a stop on this rank. Empty if there was no signal.
+# [name, time] of the signal that requested a stop on this rank; empty: no signal
 stop_signal: list[Any] = []
 
 
 def stop_requested() -> bool:
-    """Returns whether any rank got a signal to stop. All ranks get the same result, and all ranks must call
-    this function."""
+    """Returns whether any rank got a signal to stop. A collective."""
     return bool(all_max(torch.tensor(len(stop_signal))))
