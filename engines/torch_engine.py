@@ -1,11 +1,11 @@
-"""An engine in plain PyTorch with a static KV cache, for laptops and tests. It needs no vLLM.
+"""An engine in plain PyTorch with a static KV cache, for laptops and tests.
 
-At most `max_num_seqs` responses are decoded at once. Such a batch is called a wave. The requests with the
-longest prompts are in the first wave.
+At most `max_num_seqs` responses are decoded at once, in a batch called a wave. The requests with the longest
+prompts are in the first wave.
 
-Responses whose tokens are equal so far share a row of the KV cache. So all samples of a prompt start in the
-same row. When their next tokens differ, the row is copied. When a response ends, its row is dropped. In this
-example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
+Responses whose tokens are equal so far share a row of the KV cache. When their next tokens differ, the row is
+copied. When a response ends, its row is dropped. In this example, responses 1 and 2 have the prompt `p q`,
+and response 3 has the prompt `r`:
 
     step   sampled tokens      rows of the cache (| separates rows)   row of each response (`where`)
     0      -                   p q | r                                1: 0   2: 0   3: 1
@@ -14,7 +14,7 @@ example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt 
     3      1: .  2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
 Prompts are padded on the left. So all prompts end in the same column of the cache, and each decoding step
-writes one column, the same for all rows. The dots are padding, which `Cache.allowed` masks:
+writes one column. The dots are padding, which `Cache.allowed` masks:
 
     column      0 1 2 3 4 5
     row 0       p q r s a b      prompt p q r s, response a b
@@ -41,11 +41,11 @@ class Cache:
         2         keys and values
         capacity  largest number of rows
         Hkv       number of key heads
-        d         size of a head"""
+        d         size of a head
+    """
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """Allocate memory. The cache starts with R rows, one for each distinct prompt, and later has up to
-        `capacity` rows.
+        """The cache starts with R rows, one for each distinct prompt.
 
         lengths (R,): number of tokens of each prompt.
         steps: largest number of tokens that are sampled after a prompt.
@@ -54,7 +54,7 @@ class Cache:
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # Zeros, because a masked value is multiplied by 0, and unused memory may contain NaN (0 × NaN = NaN).
+        # zeros: unused memory may contain NaN, and masking multiplies it by 0 (0 × NaN = NaN)
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         # (capacity, 1, 1, columns) bool, false at padding; None: there is no padding
         self.allowed = None
@@ -67,8 +67,8 @@ class Cache:
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values. Their shape is (1, Hkv, T, d) in a prefill of T prompt tokens, and
-        (R, Hkv, 1, d) in a decoding step of R rows."""
+        """Store new keys and values. Their shape is (1, Hkv, T, d) in a prefill of T prompt tokens, and (R,
+        Hkv, 1, d) in a decoding step of R rows."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -77,8 +77,8 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns 1. the keys, 2. the values, 3. `allowed` (None without padding), each up to the current
-        column. `window`: return only the last `window` columns; None: all columns."""
+        """Returns the keys, the values and `allowed` (None without padding), each up to the current column.
+        `window`: return only the last `window` columns; None: all columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
@@ -88,8 +88,7 @@ class Cache:
         """Make a cache of n rows from the rows `parents` (n,), which must be sorted. A row that occurs
         several times in `parents` is copied. Returns (n,): the new row of each entry of `parents`.
 
-        As few rows as possible are copied: the first of equal entries stays in its row, if that row is below
-        n."""
+        The first of equal entries stays in its row if that row is below n, so few rows are copied."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -109,8 +108,8 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDec
 
 class FusedDecoder:
     """Computes a decoding step with fewer operations than the model's own modules: query, key and value come
-    from one matrix product, and so do gate and up. This is faster, because a small model on a CPU spends half
-    of its time between operations.
+    from one matrix product, and so do gate and up. A small model on a CPU spends half of its time between
+    operations.
 
     For model types outside LLAMA_LIKE and for models with sliding windows, it calls the model's modules."""
 
@@ -119,8 +118,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
-        """Prepare for a wave (see the top of this file): concatenate the current weights, and compute the
-        tables of the rotary embedding for positions 0 to `positions` - 1."""
+        """Prepare for a wave: concatenate the current weights, and compute the tables of the rotary embedding
+        for positions 0 to `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -166,8 +165,8 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight and the bias (or None) of one linear layer in place of several. Its output is the
-    concatenation of the several outputs. names: the linear layers, as attributes of `module`."""
+    """Returns the weight and the bias (or None) of one linear layer whose output is the concatenation of the
+    outputs of the layers `names` of `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -201,9 +200,8 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key)
 
     def _wave(self, wave, requests, limits, temperature, key):
-        """Decodes the requests with the keys `wave` as one batch. Yields each response when it ends.
-
-        B is the number of unfinished responses. where[j] is the row of the cache that response j uses."""
+        """Decodes the requests with the keys `wave` as one batch of B unfinished responses. Yields each
+        response when it ends. where[j] is the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -229,10 +227,9 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            # The rows can change only if a response has ended, or if several responses share a row.
+            # the rows change only if a response has ended, or if several responses share a row
             if done or cache.rows < len(where):
-                # Responses with the same row and the same new token share the next row, too. So each distinct
-                # pair (row, token) gets one row.
+                # Each distinct pair (row, token) gets one row in the next step.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t  # the column of the tokens that were just sampled
@@ -244,9 +241,7 @@ class TorchEngine(Engine):
         Equal prompts share a row of the cache. Returns
         1. the cache, with R rows, one for each distinct prompt;
         2. the row of each prompt (B,);
-        3. the hidden state of each row's last token (R, D).
-
-        steps: largest number of tokens that are sampled after a prompt."""
+        3. the hidden state of each row's last token (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -269,8 +264,8 @@ class TorchEngine(Engine):
     def _stopped(self, token, ids, t):
         """Returns (B,) bool: true if the response's token of step t is EOS or completes a stop string.
 
-        token (B,): the tokens of step t. ids (B, steps): all tokens so far.
-        Decoding is slow, so a token is decoded only if `may_stop` is true for it."""
+        token (B,): the tokens of step t. ids (B, steps): all tokens so far. Decoding text is slow, so it is
+        done only for tokens in `may_stop`."""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -282,11 +277,11 @@ class TorchEngine(Engine):
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns 1. tokens (B,) drawn from softmax(logits / temperature); 2. their log-probs (B,) in nats.
+    """Returns tokens (B,) drawn from softmax(logits / temperature), and their log-probs (B,) in nats.
     Temperature 0 takes the token with the highest logit.
 
     u (B,): uniform random numbers in [0, 1). The sampled token is the first one whose cumulative probability
-    is above u."""
+        is above u."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -299,8 +294,8 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. A larger count appends
-    numbers and does not change the first ones."""
+    """Returns (count,) uniform random numbers in [0, 1), which depend only on the key. A larger count does
+    not change the first numbers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
