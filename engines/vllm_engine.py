@@ -1,17 +1,16 @@
-"""An engine that runs vLLM inside each training rank. No other module of the program uses vLLM. The package
-vllm is imported when the first engine is created.
+"""An engine that runs vLLM inside each training rank. The package vllm is imported when the first engine is
+created.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
-and no KV cache, so each step loads the weights again. `load` works in this order, to keep peak memory low:
+and no KV cache, so each step loads the weights again. The order keeps peak memory low:
 
     1. Allocate memory for the engine's weights.
     2. Copy the policy's weights there, one by one.
     3. Free the memory that gathering these weights took.
     4. Allocate the KV cache.
 
-Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state when it sleeps at level 2. Version 0.32
-does not. Other versions were not tested.
-"""
+Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state when it sleeps at level 2. Other versions were
+not tested."""
 
 import contextlib
 import os
@@ -24,7 +23,7 @@ import torch
 from configs import UserError, require
 from engine import Engine
 
-VERSION = "0.32"  # the vLLM version that is accepted
+VERSION = "0.32"
 
 
 class VLLMEngine(Engine):
@@ -36,8 +35,8 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, enforce_eager turns off compilation, which would take minutes. Chunked prefill is off too:
-        # with it, vLLM 0.32 raises "CPU Generator does not use offset" for requests that have a seed.
+        # On a CPU, enforce_eager turns off compilation, which would take minutes. With chunked prefill, vLLM
+        # 0.32 raises "CPU Generator does not use offset" for requests that have a seed.
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -55,9 +54,9 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM copies a layer's tensors when it has received the whole layer. In two cases it copies embedding
-        # and head only after the model's last weight: the head is tied, or vLLM pads the vocabulary to a
-        # multiple of 64 × tp. FSDP has freed these tensors by then. So we pass clones of them.
+        # vLLM copies a layer's tensors when it has received the whole layer. But it copies embedding and head
+        # only at the end if the head is tied, or if vLLM pads the vocabulary to a multiple of 64 × tp. FSDP
+        # has freed these tensors by then, so they are cloned.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
@@ -71,8 +70,7 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. If waking failed, vLLM still reports that it sleeps,
-        and is not put to sleep again."""
+        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM is still asleep."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -81,9 +79,9 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version):
-        """See Engine.generate. With --tp, several ranks form one vLLM engine. vLLM needs the same requests in
-        the same order on all these ranks. So a rank queues the requests of all of them, and yields only the
-        responses to its own requests."""
+        """With --tp, several ranks form one vLLM engine, and vLLM needs the same requests in the same order
+        on all these ranks. So a rank queues the requests of all of them, but yields only the responses to its
+        own requests."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -116,7 +114,7 @@ class VLLMEngine(Engine):
     def _finished(self, version, responses):
         """Yields vLLM's output of each response when it ends. Raises RuntimeError if vLLM fails, or if
         sampling takes longer than 90 % of --stall_limit. At 100 %, guard/watch.py would end the run with a
-        less precise message. `responses`: number of queued requests, for the message."""
+        less precise message."""
         engine, start, limit = self.llm.llm_engine, time.monotonic(), self.cfg.stall_limit
         while engine.has_unfinished_requests():
             with self.engine_errors(f"to sample with the weights of step {version}"):
@@ -129,8 +127,8 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """Imports vLLM and returns its class LLM. First sets environment variables that vLLM reads when it is
-    imported. Raises UserError if vLLM can't be imported or if its version is not VERSION."""
+    """Imports vLLM and returns its class LLM. Raises UserError if vLLM can't be imported or if its version is
+    not VERSION."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
@@ -141,7 +139,7 @@ def _import_vllm():
     except ImportError as e:
         raise UserError(f"for --engine vllm, vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
-    # The dots at the end make 0.32 and 0.32.1 pass, but not 0.320.
+    # the dots accept 0.32 and 0.32.1, but not 0.320
     tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
@@ -166,8 +164,8 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """Update vLLM's packed copy of a tied head. Only vLLM's CPU build has such a copy. Loading new weights
-    does not update it and raises no error, so the head would keep the old weights."""
+    """Update the packed copy of a tied head, which only vLLM's CPU build has. Otherwise the head would keep
+    the old weights without an error."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
@@ -175,8 +173,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs. It may have
-    several tokens for a position; the first one is the sampled token."""
+    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs. The first of
+    several tokens at a position is the sampled token."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()
