@@ -8,17 +8,15 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
 The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
-any number of ranks. The key of an fp32 weight is `policy.NAME`. The keys of the weight's optimizer state are
-`policy.NAME.exp_avg` and so on. The other models have the keys `critic.NAME` and `ref.NAME`. Nothing is
+any number of ranks. An fp32 weight of the policy has the key `policy.NAME`, and its optimizer state has keys
+such as `policy.NAME.exp_avg`. The other models have the keys `critic.NAME` and `ref.NAME`. Nothing is
 pickled. No random state is saved, because every random choice is a function of (seed, step).
 
-A thread writes the checkpoint while training continues. DCP's own writer is not used: it builds each file in
-host memory, and its Python code holds the GIL, so it would need a second process.
+A thread writes the checkpoint while training continues. DCP's own writer is not used, because its Python code
+holds the GIL.
 
-`publish` makes a finished checkpoint visible. `complete` lists the checkpoints of a run. `find` looks up the
-checkpoint to start from. A complete checkpoint is never overwritten, and only `prune` deletes one. An export
-overwrites only an earlier export, which has the marker file `torz.json`. A state with NaN or infinity is
-never saved.
+A complete checkpoint is never overwritten, and only `prune` deletes one. A state with NaN or infinity is
+never saved. An export overwrites only an earlier export, which has the marker file `torz.json`.
 
     python ckpt.py export RUN STEP|best|last OUT [critic]  # the policy (or critic) as a Hugging Face folder
     python ckpt.py verify RUN                              # compare every file with its checksum
@@ -59,7 +57,7 @@ from model import Critic, Policy, load_config, load_tokenizer
 MARKER = "torz.json"  # the file that marks a folder as an export
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
-# Name of a model (policy, critic or ref) -> the model and its optimizer. The ref has no optimizer.
+# policy, critic or ref -> the model and its optimizer; the ref has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # facts about a run: content of state.json, or of the marker file of an export
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
@@ -73,9 +71,8 @@ def _is_main():
 
 
 class StagingBuffer:
-    """Host memory with a copy of this rank's slices of all weights and optimizer states. A checkpoint is
-    written from this copy. The memory is kept for the next save, because allocating it takes as long as the
-    copy."""
+    """Host memory with a copy of this rank's slices of all weights and optimizer states, from which a
+    checkpoint is written. The memory is kept for the next save, because allocating it is slow."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -84,7 +81,7 @@ class StagingBuffer:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the current weights and optimizer states to the buffer. All ranks must call this together."""
+        """Copy the current weights and optimizer states to the buffer. A collective."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
@@ -100,7 +97,7 @@ class StagingBuffer:
 
     def write(self, file: Path) -> None:
         """Write this rank's slices in DCP's format, and wait until they are on the disk. save_file releases
-        the GIL while it writes, so training and vLLM continue."""
+        the GIL, so training and vLLM continue."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -108,9 +105,8 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns whether all numbers in `x` are finite. It is enough to check the minimum and the maximum: if
-    `x` has a NaN, both are NaN. aminmax takes 0.1 s a GB on one core. torch.isfinite would take 1.5 s a
-    GB."""
+    """Returns whether all numbers in `x` are finite. If `x` has a NaN, minimum and maximum are both NaN, and
+    aminmax is much faster than torch.isfinite."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
@@ -125,8 +121,8 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
-    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL while it computes. CRC-32
-    takes 0.33 s a GB on one core. SHA-256 would take 0.65 s a GB, even with the CPU's SHA instructions."""
+    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL, and CRC-32 takes half the
+    time of SHA-256."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -173,15 +169,13 @@ def read_carried(folder: Path) -> list[Sample]:
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time. `save` copies weights and optimizer states to host memory.
-    Then a thread writes the files while training continues.
+    """Writes a run's checkpoints, one at a time, in a thread.
 
     out: the run's folder.
     facts: written to state.json.
-    saved: number of steps of the newest complete checkpoint in `out`; 0 in a new run. None if the run
-        continues a checkpoint of another folder, because `out` then has no checkpoint.
-    warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted.
-    """
+    saved: number of steps of the newest complete checkpoint in `out`; 0 in a new run; None if the run
+        continues a checkpoint of another folder.
+    warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted."""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
@@ -205,8 +199,8 @@ class Saver:
         if step == self.saved:
             return
         self.buffer.update()
-        # An old process of this run may still be writing a checkpoint. Because of the random token, the two
-        # processes write to different folders.
+        # An old process of this run may still be writing a checkpoint, so each process writes to a folder
+        # with a random token.
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
@@ -214,14 +208,14 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last save has ended. Raises UserError, the same on every rank, in two cases. 1. Two
-        saves in a row failed. 2. The weights or optimizer states have NaN or infinity."""
+        """Wait until the last save has ended. Raises UserError, the same on every rank, if two saves in a row
+        failed, or if the weights or optimizer states have NaN or infinity."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Write this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
-        The saving thread runs this function. Raises UserError as `finish` does."""
+        """The thread's work: write this rank's files; then rank 0 publishes the checkpoint. Raises UserError
+        as `finish` does."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -246,17 +240,15 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones. Only rank 0 calls this function. Returns an error in
-        one line, or "". Calls `warn` for each old checkpoint that can't be deleted.
-
-        `every` has one (error, files) for each rank: the results of the rank's `_write`."""
+        """Publish the checkpoint and delete old ones, on rank 0. Returns an error in one line, or "". `every`
+        has the (error, files) of each rank's `_write`."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
-            shutil.rmtree(temp, ignore_errors=True)  # frees space, because the disk may be full
+            shutil.rmtree(temp, ignore_errors=True)  # the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
             return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
         for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):
@@ -265,7 +257,7 @@ class Saver:
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Call work(*args). Returns ("", its result), or (the error in one line, None) if it raised OSError or
+    """Call work(*args). Returns ("", its result), or (the error in one line, None) after OSError or
     SafetensorError."""
     try:
         return "", work(*args)
@@ -274,14 +266,14 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder beside `final`. Files are written to the hidden folder first. When
-    it has all files, it is renamed to `final`."""
+    """Returns the path of a hidden folder beside `final`. When the hidden folder has all files, it is renamed
+    to `final`."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders (see `unfinished`) that killed processes left. The last part of `final` may
-    be a glob pattern."""
+    """Delete the hidden folders (see `unfinished`) that killed processes left. The name of `final` may be a
+    glob pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -290,10 +282,8 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. To upload
     checkpoints, start the upload at the end of this function.
 
-    Runs on rank 0, in the saving thread. Waits until the files are on the disk before it renames the folder.
     `facts`: content of state.json. `files`: sizes and checksums of the ranks' files. Raises OSError if a file
-    is missing or has another size, or if `final` exists.
-    """
+    is missing or has another size, or if `final` exists."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -309,9 +299,9 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old complete checkpoints. The newest `keep` checkpoints stay. The best checkpoint also stays
-    (`keep_best`: see Config), and the link `ckpt/best` points to it. A checkpoint that is a symbolic link
-    belongs to the user, so it stays. Returns error messages, one line each."""
+    """Delete old complete checkpoints. The newest `keep` checkpoints and the best checkpoint stay
+    (`keep_best`: see Config), and the link `ckpt/best` points to the best one. A checkpoint that is a
+    symbolic link belongs to the user, so it stays. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -322,8 +312,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. If the user
-    put other files into the folder, they stay, and OSError is raised."""
+    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. The user's own
+    files in the folder stay, and then OSError is raised."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -342,8 +332,8 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     """Returns the checkpoint of `folders` with the highest value of `metric`, or None if no checkpoint has a
     value. If two checkpoints have the same value, the newer one wins.
 
-    `metric` is the name of a metric, or a pattern, or "auto", which means the pattern eval/*/avg@*. The value
-    of a pattern is the mean of all metrics that match."""
+    `metric` is a metric's name, a pattern, or "auto", which means the pattern eval/*/avg@*. The value of a
+    pattern is the mean of all metrics that match."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -370,7 +360,7 @@ def complete(out: Path) -> list[Path]:
 
 def read_mark(folder: Path) -> Files | None:
     """Returns the sizes and checksums that COMPLETE lists, or None if the checkpoint has no COMPLETE. If
-    COMPLETE is damaged and not JSON, returns {"COMPLETE": {}}, which `damaged` then reports."""
+    COMPLETE is not JSON, returns {"COMPLETE": {}}, which `damaged` then reports."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -380,9 +370,9 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since the checkpoint was saved, or "" if no file changed. The
-    ranks divide the work: each rank reads every `ranks`-th file, beginning with file number `rank`."""
-    # A .safetensors file that is not in COMPLETE counts as changed, because DCP would read this file too.
+    """Returns the name of a file that changed since the checkpoint was saved, or "". Each rank reads every
+    `ranks`-th file, beginning with file number `rank`."""
+    # DCP would also read a .safetensors file that is not in COMPLETE, so this file counts as changed.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -406,9 +396,9 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the checkpoint from which the run in `out` continues: the newest checkpoint in `out`. If `out`
-    has no checkpoint, returns the one that --resume names (see `named`), or None if --resume is "auto" or
-    "never". To download checkpoints, do so at the start of this function.
+    """Returns the newest checkpoint in `out`. If `out` has no checkpoint, returns the one that --resume names
+    (see `named`), or None if --resume is "auto" or "never". To download checkpoints, do so at the start of
+    this function.
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     *older, newest = complete(out) or [None]
@@ -439,9 +429,8 @@ def named(name: str) -> Path:
 
 
 def read_state(folder: Path) -> Facts:
-    """Returns the content of a checkpoint's state.json, after comparing every file of the checkpoint with its
-    checksum. Each rank checks some of the files. Raises UserError, the same on every rank, if a file is
-    damaged."""
+    """Returns the content of a checkpoint's state.json, after comparing every file with its checksum. Each
+    rank checks some of the files. Raises UserError, the same on every rank, if a file is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
@@ -451,12 +440,11 @@ def read_state(folder: Path) -> Facts:
 
 def resume(path: Path, models: Models, facts: Facts) -> int:
     """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
-    steps. The checkpoint may come from a run with another number of ranks. `facts`: this run's config,
+    steps. The number of ranks may differ from that of the checkpoint's run. `facts`: this run's config,
     fingerprint of the problems, and hashes of the reward files.
 
-    Raises UserError in three cases. 1. A file is damaged. 2. The checkpoint has more steps than this run's
-    --steps. 3. The problems, a reward file or a setting of the algorithm changed since the checkpoint.
-    """
+    Raises UserError if a file is damaged, if the checkpoint has more steps than --steps, or if the problems,
+    a reward file or a setting of the algorithm changed since the checkpoint."""
     saved = read_state(path)
     steps = facts["config"]["steps"]
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
@@ -475,11 +463,10 @@ def resume(path: Path, models: Models, facts: Facts) -> int:
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
-    the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config
-    of this run and the hash of its tokenizer.
+    the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config of
+    this run and the hash of its tokenizer.
 
-    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ between the runs.
-    """
+    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ between the runs."""
     saved = read_state(path)
     require(saved["tokenizer"] == facts["tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",
@@ -498,12 +485,11 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """Fill a model and its optimizer from a checkpoint. `who` is the model's name in the checkpoint: policy,
-    critic or ref.
+    """Fill a model and its optimizer from a checkpoint. `who`: policy, critic or ref.
 
     An optimizer creates its state tensors in its first step. So this function makes a step with zero
-    gradients. Then it overwrites the weights and the state tensors with the checkpoint's values. A parameter
-    for which the checkpoint has no state, such as `policy.NAME.exp_avg`, gets no state."""
+    gradients, and then overwrites weights and state. A parameter without state in the checkpoint gets no
+    state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -518,7 +504,7 @@ def _fill(path, who, model, optimizer):
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
     """Returns the Hugging Face folder from which the model `who` (policy, critic or ref) was loaded at the
-    start. `config`: the run's config as a dict."""
+    start."""
     return (config["critic_model"] if who == "critic" else "") or config["model"]
 
 
@@ -541,19 +527,18 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     earlier export there is replaced. All ranks must call this function.
 
     weights: (name, whole tensor) of every parameter. All ranks iterate over `weights`, because
-        dist.full_weights gathers the tensors from all ranks. Rank 0 copies them to the host and writes them.
+        dist.full_weights gathers the tensors from all ranks.
     source: the model folder from which the model was loaded. Its configs are copied.
     facts: content of the marker file (from `marker`). If given, the export also gets a chat template that
         makes the same prompts as in training.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
-    earlier export.
-    """
+    earlier export."""
     dist.together(check_export_path, out)
     state = {}
     for name, tensor in weights:
         if _is_main():
-            # on_host may return pinned memory. The clone is not pinned, so the pinned memory is freed.
+            # on_host may return pinned memory, which is freed after the clone
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
@@ -596,16 +581,15 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """Returns the transformers class for an exported critic: the family's sequence classifier, or the
-    backbone's class if the family has no sequence classifier. model.load_critic reads both."""
+    """Returns the transformers class for an exported critic: the family's sequence classifier, or else the
+    backbone's class. model.load_critic reads both."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
-    made in training. `facts`: as in state.json. Its entry `prompt` is the text of --template, or "" for the
-    tokenizer's chat template."""
+    made in training. `facts`: content of state.json."""
     names = "template", "system_prompt", "stop", "temperature"
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
