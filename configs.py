@@ -2,14 +2,12 @@
 
 One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
 comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
-flag beats the layout, the layout beats the preset, the preset beats the default. `python -m tools.plan
-PRESET` prints the batches, memory, disk and seconds that a preset leads to.
+flag beats the layout, the layout beats the preset, the preset beats the default.
 
 The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What
-Open-Reasoner-Zero calls a "node" is one GPU. torz calls it a rank.
+Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank.
 
-This file also holds small things that many files need, such as UserError, `require` and `read_jsonl`.
-"""
+This file also holds small things that many files need, such as UserError, `require` and `read_jsonl`."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. Its message is one line: `FOUND; needed: NEEDED`. The commands print
-    it without a traceback."""
+    """A mistake that the user can fix, in one line: `FOUND; needed: NEEDED`. The commands print it without a
+    traceback."""
 
 
 def require(ok: bool, found: str, needed: str) -> None:
@@ -50,8 +48,7 @@ def require(ok: bool, found: str, needed: str) -> None:
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
-    The first rank of each machine prints the error as one line. When torchrun ends, it prints the line
-    again."""
+    The first rank of each machine prints the error as one line."""
     for stream in (sys.stdout, sys.stderr):  # a response may have characters that a terminal can't encode
         stream.reconfigure(errors="backslashreplace")
     try:
@@ -60,7 +57,7 @@ def user_errors(prog: str) -> Iterator[None]:
         line = f"{prog}: {e}"
         tell_torchrun(line)
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
-    except KeyboardInterrupt:  # end without a traceback, which would hide the last messages
+    except KeyboardInterrupt:  # a traceback would hide the last messages
         sys.exit(130)
     except BrokenPipeError:  # the program that read the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,8 +66,8 @@ def user_errors(prog: str) -> Iterator[None]:
 
 def tell_torchrun(text: str) -> None:
     """Write `text`, the reason why this process ends, to torchrun's error file. If several processes fail,
-    torchrun prints the text of the one that failed first. torch's `record` decorator writes the same file,
-    but it needs torch and adds a traceback."""
+    torchrun prints the text of the one that failed first. torch's `record` decorator would need torch and add
+    a traceback."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -260,7 +257,7 @@ class Config:
                 "complete responses are counted")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
-        # With --carry, a round must be shorter than a response. Otherwise no response is left to carry.
+        # with --carry, a round must be shorter than a response, or no response is left to carry
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
                 f"large: a response has at most {self.max_response_len} tokens",
@@ -301,8 +298,8 @@ class Config:
 
     @property
     def engine_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. It is
-        larger than model_len if evaluation allows longer responses than training."""
+        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. Evaluation
+        may allow longer responses than training."""
         longer = self.eval_response_len > self.max_response_len
         return self.max_prompt_len + self.eval_response_len if longer else self.model_len
 
@@ -318,7 +315,7 @@ class Config:
     @property
     def minibatches(self) -> int:
         """Number of minibatches in a step. The model with more updates trains on one minibatch in each
-        update. The other model trains on several minibatches in each update."""
+        update, the other model on several minibatches."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
@@ -345,9 +342,9 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of an update of the policy or critic. `update`: number of the update
-        within `step`, from 0. A resumed run needs no scheduler state, because the rate depends only on the
-        config, `step` and `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
+        """Returns the learning rate of an update. `update`: number of the update within `step`, from 0. A
+        resumed run needs no scheduler state, because the rate depends only on the config, `step` and
+        `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -442,8 +439,8 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step of Open-R1 has 448 responses (7
-    # GPUs × 16 responses × 4 accumulation steps). This preset has 28 prompts × 16 samples = 448 responses.
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step has 448 responses, as in Open-R1:
+    # 7 GPUs × 16 responses × 4 accumulation steps = 28 prompts × 16 samples.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -460,7 +457,7 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
 # A layout sets the number of ranks. With an orz-* preset, `debug` also sets Open-Reasoner-Zero's values for
-# debugging. `production` sets nothing more, because the presets already have the production values.
+# debugging.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
@@ -471,9 +468,8 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes, because they do not change the algorithm. dtype changes only
-# the rounding. data and template are in the list because ckpt.resume compares the tokenized problems instead
-# (data.fingerprint).
+# Settings that may change when a run resumes, because they do not change the algorithm. data and template are
+# in the list because ckpt.resume compares the tokenized problems instead (data.fingerprint).
 MAY_CHANGE = set("""
     out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
@@ -484,14 +480,14 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `new`:
-    dataclasses.asdict(config) of this run. `old`: the same dict of the checkpoint's run, read from JSON."""
+    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `old`, `new`: the
+    configs of the checkpoint's run and of this run, as dicts."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # If a run resumes with another --layout, the fields that layouts set may change, unless the user has set
-    # one of these fields with a flag.
+    # With another --layout, the fields that layouts set may change, unless the user has set one of them with
+    # a flag.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     as_json = json.loads(json.dumps(new))
@@ -502,15 +498,15 @@ def changed(old: dict, new: dict) -> list[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """Returns ` (did you mean X?)`, where X is the choice most similar to `word`. Returns "" if no choice is
+    """Returns ` (did you mean X?)`, where X is the choice most similar to `word`, or "" if no choice is
     similar."""
     close = difflib.get_close_matches(word, choices, 1, 0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line, in order. For example,
-    `--no_go`, `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
+    """Returns field -> first word of the value, for each flag of a command line, in order. `--no_go`,
+    `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -520,9 +516,8 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def layout_of(given: Mapping[str, str]) -> str:
-    """Returns the layout's name. It comes from --layout, or else from the environment variable DEBUG_MODE.
-    DEBUG_MODE=True means debug, as in Open-Reasoner-Zero. Raises UserError for an unknown layout, and if
-    DEBUG_MODE is neither True nor False."""
+    """Returns the layout's name, from --layout, or else from the environment variable DEBUG_MODE: True means
+    debug, as in Open-Reasoner-Zero. Raises UserError for any other name or value."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -540,8 +535,8 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`. --help prints every flag with its
-    meaning, and exits with status 0. Raises UserError for a command line that can't be read.
+    """Returns the config of the command line `PRESET [--flag value …]`. --help prints every flag and exits
+    with status 0. Raises UserError for a command line that can't be read.
 
     `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
     flags."""
@@ -570,7 +565,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        # tyro prints a coloured box with a title, the message, and lines of help. Only the message is kept.
+        # keep only the message of tyro's coloured box
         text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]", "", errors.getvalue().partition("\n")[2])
         text = " ".join(re.split("For full helptext|Argument helptext", text)[0].split())
         raise UserError(f"{text}; see {prog} {name} --help") from None
@@ -585,9 +580,8 @@ def check_paths(cfg: Config) -> None:
     """Raises UserError if the model or a data file does not exist. This check needs no torch, so it comes
     before the slow imports.
 
-    Two cases are checked only later. 1. Names that may be on the Hub (model.resolve and
-    grading.rows.local_file check them). 2. Runs on several machines, so that the error can name the machine
-    on which a file is missing."""
+    Names that may be on the Hub are checked later (model.resolve, grading.rows.local_file). So are files on
+    several machines, because the error must name the machine on which a file is missing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
@@ -626,8 +620,8 @@ def model_folder(path: str) -> Path:
 
 
 def neighbour(path: str) -> str:
-    """Returns ` (did you mean X?)` for a path that does not exist. X is the most similar path in the same
-    folder. Returns "" if no path is similar."""
+    """Returns ` (did you mean X?)` with the path most similar to `path` in the same folder, or "" if no path
+    is similar."""
     parent = Path(path).parent
     return nearest(path, [str(p) for p in parent.iterdir()]) if parent.is_dir() else ""
 
@@ -640,8 +634,7 @@ def data_file(path: str) -> Path:
 
 
 def _build(path):
-    """Returns a hint for an error message if `tools.tiny` makes the file `path`. Returns "" for any other
-    path."""
+    """Returns a hint for an error message if `tools.tiny` makes the file `path`, else ""."""
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
@@ -650,8 +643,8 @@ def meanings() -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that have no effect in some runs. Each row has the names of flags, a function that returns whether
-# these flags have an effect with the config c, and the setting that these flags need.
+# Flags that have no effect in some runs: the flags, a function that returns whether they have an effect with
+# the config c, and the setting that they need.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),
@@ -672,8 +665,7 @@ EFFECTS = (
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file atomically. After a crash the file has either the old or the new text.
-    Raises OSError."""
+    """Replace the text of a file atomically. Raises OSError."""
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)
@@ -688,7 +680,7 @@ def read_jsonl(path: Path) -> list[Any]:
     crash may have cut a line short."""
     rows = []
     if path.is_file():
-        # str.splitlines() would be wrong here: it also splits at U+2028, which JSON text may contain.
+        # not str.splitlines(), which also splits at U+2028, a character that JSON text may contain
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 with contextlib.suppress(json.JSONDecodeError):
