@@ -182,8 +182,8 @@ def main(cfg: Config) -> None:
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step, or False if a stop was requested. Then all finished
-    steps are saved."""
+    """The algorithm. Returns True after the last step, or False if a stop was requested and all finished
+    steps were saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
