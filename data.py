@@ -343,7 +343,7 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
     run samples them."""
     groups = _groups(problems)
     n = _total(groups)
-    shuffled = {epoch: _epoch(groups, cfg.seed, epoch) for epoch in {i // n for i in numbers}}
+    shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     return {i: problems[shuffled[i // n][i % n]] for i in numbers}
 
 
@@ -365,7 +365,7 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
     them too."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
-    drawn = _epoch(groups, cfg.seed, step * count // _total(groups))
+    drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
     return [problems[drawn[i]] for i in rng.choice(len(drawn), count, replace=len(drawn) < count)]
 
 
@@ -393,13 +393,14 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the shuffled indices of an epoch's problems. With weight 1.3, each problem occurs once, and a
-    random 30 % of the problems occur a second time."""
+    """Returns the indices of an epoch's problems, twice: 1. ordered by group, 2. shuffled. Example: with
+    weight 1.3, each problem of the group occurs once, and a random 30 % of them occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
         drawn += [indices] * whole + [rng.permutation(indices)[:rest]]
-    return rng.permutation(np.concatenate(drawn))
+    drawn = np.concatenate(drawn)
+    return drawn, rng.permutation(drawn)
 
 
 # --- trajectories
