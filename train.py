@@ -121,8 +121,8 @@ from rollout import (
 )
 from tools import plan, report
 
-SAVED_PROMPTS = 8  # `--save_samples some` saves the samples of the first 8 prompts of a step
-Minibatches = list[list[Pack]]  # this rank's packs of one step: a list of packs for each minibatch
+SAVED_PROMPTS = 8
+Minibatches = list[list[Pack]]  # this rank's packs of one step, one list for each minibatch
 
 
 @dataclass
@@ -132,14 +132,14 @@ class Role:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer | None  # None for ref, which is not trained
-    skipped: int = 0  # how many of the last updates in a row were skipped (gradient not finite)
+    skipped: int = 0  # number of updates in a row that were skipped (gradient not finite)
 
 
 @dataclass
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is set, also if --epochs or --total_episodes gives the length
+    cfg: Config  # cfg.steps is set, whichever flag gives the length
     world: dist.World
     problems: list[Problem]
     held_out: Sets
@@ -149,8 +149,8 @@ class Run:
     policy: Role
     critic: Role | None
     ref: Role | None
-    start: int  # first step to run: the number of finished steps in the resumed checkpoint, or 0
-    carried: list[Sample]  # with --carry: this rank's trajectories to continue or use in the next step
+    start: int  # the first step to run
+    carried: list[Sample]  # with --carry: this rank's trajectories that the previous step left
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
@@ -172,7 +172,7 @@ def main(cfg: Config) -> None:
             folder = Path(os.path.relpath(run.log.out))
             try:
                 report.write_report(folder)
-            except OSError as e:  # for example a full disk; the models are saved already
+            except OSError as e:
                 print(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
                 print(report.story(folder))
@@ -424,8 +424,7 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of resampling.
-    arrivals: `draw` appends the time at which each response ends (time.perf_counter(), seconds).
-    carried: this rank's trajectories that are left from the previous step."""
+    arrivals: `draw` appends the time at which each response ends (time.perf_counter(), seconds)."""
     cfg = run.cfg
     with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
@@ -446,9 +445,7 @@ def resample(run: Run, step: int, batch: list[Problem],
              samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
     """Replace uniform prompts by new prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling,
     arXiv 2503.14476, eq. 11). A prompt is uniform if the grader gives all its samples the same reward; reward
-    parts do not count. Returns the new batch and this rank's samples of the new batch.
-
-    A prompt that is uniform after the last round stays in the batch."""
+    parts do not count. Returns the new batch and this rank's samples of the new batch."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
@@ -513,7 +510,7 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 
 
 def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """Returns `values`, one number for each sample, as a tensor (P, n): P prompts with n samples each."""
+    """Returns `values`, one number for each sample, as a tensor (P, n)."""
     return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
@@ -537,11 +534,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     rank gets about equal work and the same number of packs. n_prompts: number of the step's prompts on all
     ranks.
 
-    Adds three metrics:
-        tokens        number of tokens of all samples
-        unique_share  ratio of computed tokens to `tokens`; a pack computes a shared prefix only once
-        flops         estimated FLOP of the updates, without recomputation
-    """
+    Adds the metrics tokens, unique_share (ratio of computed tokens to all tokens) and flops (estimated FLOP
+    of the updates, without recomputation)."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -564,10 +558,9 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns
-    1. the number of each sample of this rank;
-    2. prompts (S,): the prompt_id of each sample;
-    3. lengths (S,): the number of tokens of each sample.
+    """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns the
+    number of each sample of this rank, and the prompt_id (S,) and length (S,) in tokens of each sample of all
+    ranks.
 
     n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
     # the numbers that this rank's samples would have if no sample were missing
@@ -584,8 +577,8 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
     """Returns the samples with `prompt_share` set: 1 / (response tokens of the sample's prompt × number of
     prompts), both counted in the sample's minibatch over all ranks.
 
-    keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i.
-    layout[minibatch][rank][pack]: list of sample numbers, from data.assign."""
+    keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i. layout:
+    from data.assign."""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -624,7 +617,7 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
         for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
             x = x[p.loss_tokens].double()
             meter.add(name, x.sum(), len(x))
-            meter.add(f"{name}²", (x * x).sum(), len(x))  # for the metric explained_variance
+            meter.add(f"{name}²", (x * x).sum(), len(x))
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
@@ -677,8 +670,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of response tokens of the update over all ranks.
-    responses: not used; policy_pack_loss has the same arguments."""
+    tokens: number of response tokens of the update over all ranks."""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -721,8 +713,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Returns (T,): each token's importance weight, which is its probability in the trainer divided by its
-    probability in the engine, at most --tis_clip; 0 outside the mask. Returns None if --tis_clip is None.
+    """Returns (T,): (trainer's probability / engine's probability) of each token, at most --tis_clip; 0
+    outside the mask. Returns None if --tis_clip is None.
 
     logp (T,): log-probs of the policy before the step's first update."""
     if cfg.tis_clip is None:
