@@ -39,11 +39,11 @@ from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_ans
 
 K = TypeVar("K")
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-OnResponse = Callable[[], bool]  # called when a response ends; returns True to abort sampling
+OnResponse = Callable[[], bool]  # returns True to abort sampling
 # Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
 # a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, the samples of a prompt are spread over the ranks
+PROMPTS_PER_ENGINE = 32  # see `deal`
 
 # --- rewards
 
@@ -104,8 +104,8 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 def part_names(cfg: Config) -> list[str]:
     """Returns the names of the graders and reward parts that have a metric `reward/NAME`.
 
-    With one grader for all data sets, the metric `reward` is already the mean of this grader, so it is left
-    out."""
+    If no data set has its own grader, the metric `reward` is already the mean of the first grader, so this
+    grader is left out."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
@@ -187,13 +187,13 @@ class Trajectories:
 
         open ──round──> waiting ──reply──> complete ──grade──> graded
           ^────────────────┘
-    Without --env, a round turns open trajectories into complete ones."""
+    """
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0) -> None:
-        """problems: prompt_id -> problem, for every trajectory that may move to this rank.
-        max_tokens: largest number of tokens of a response.
-        round_len: largest number of tokens of a round; 0: a round is a whole turn."""
+        """problems: prompt_id -> problem, for every trajectory that may move to this rank. max_tokens:
+        largest number of tokens of a response. round_len: largest number of tokens of a round; 0: a round is
+        a whole turn."""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
@@ -254,9 +254,8 @@ class Trajectories:
         return True
 
     def _join(self, before, segment):
-        """Returns the trajectory `before` with the tokens and the text of `segment` appended."""
         turn, text = before.ids[before.turn_start:], segment.text
-        if len(turn):  # the turn began in an earlier round
+        if len(turn):
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
@@ -274,8 +273,6 @@ class Trajectories:
                                term.custom)
 
     def _read_environment(self):
-        """Wait for the environment's replies to all `waiting` trajectories. Open or complete these
-        trajectories."""
         if self.waiting:
             self.results |= self.grader.results()
             waiting, self.waiting = self.waiting, {}
@@ -292,7 +289,7 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # A text that is longer than the space that is left counts as a failure of the environment.
+        # A text that does not fit counts as a failure of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
@@ -418,9 +415,9 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
     """Distribute the samples `keys` over the ranks. Returns key -> rank, and whether all samples of a prompt
     are on one rank.
 
-    With at least PROMPTS_PER_ENGINE prompts per engine, all samples of a prompt go to one rank, so that only
-    one engine computes the prompt. With fewer prompts, the samples of a prompt are spread over the ranks, so
-    that the engines finish at about the same time."""
+    With few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at about
+    the same time. With many, all samples of a prompt go to one rank, so that only one engine computes the
+    prompt."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -554,10 +551,9 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
                on_response: OnResponse = lambda: False) -> tuple[Scores, list[dict]]:
     """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
-    for each response (`sample_row`). sets: name -> problems. step: step of the engine's weights.
+    for each response (`sample_row`). step: step of the engine's weights.
 
-    Every step uses the same random numbers, so only the weights differ between the evaluations of two
-    steps."""
+    Every step uses the same random numbers, so only the weights differ between two evaluations."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
