@@ -103,10 +103,10 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
 
     samples: this rank's samples, ordered by (prompt_id, sample_id).
     parts: names of the reward parts.
-    turns: true if responses may have several turns (--env). Then `response_len` includes the environment's
-        tokens, and `response_len/sampled` does not.
-    per_prompt: number of samples of a prompt. With --carry, a prompt may have fewer samples; `pass@n` and
-        `uniform_groups` leave out such a prompt."""
+    turns: true with --env. Then `response_len` includes the environment's tokens, and `response_len/sampled`
+        does not.
+    per_prompt: number of samples of a prompt. `pass@n` and `uniform_groups` leave out a prompt with fewer
+        samples (--carry)."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -170,7 +170,7 @@ def repeat_score(text: str) -> float:
 
 # --- the run's folder
 
-STEP_LINE = {  # metric -> its format in the line that is printed after each step
+STEP_LINE = {  # metric -> its format in a step's printed line
     "reward": "reward {:.3f}", "response_len": "len {:.0f}", "entropy": "ent {:.2f}",
     "truncated": "trunc {:.0%}", "logp_gap/mean": "gap {:.0e}", "time/step": "{:.1f} s"}
 
@@ -178,12 +178,11 @@ STEP_LINE = {  # metric -> its format in the line that is printed after each ste
 class Logger(contextlib.AbstractContextManager):
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
-    `start` is the first step that will be logged. Rows of later steps, from an interrupted run, are moved to
-    metrics.old.jsonl and alarms.old.jsonl, so no step is in a file twice. `plan` (tools.plan.Plan) is written
-    to plan.json. Raises UserError if the folder can't be written to.
+    `start` is the first step that will be logged. Rows of this and later steps, from an interrupted run, are
+    moved to metrics.old.jsonl and alarms.old.jsonl, so no step is in a file twice. `plan` (tools.plan.Plan)
+    is written to plan.json. Raises UserError if the folder can't be written to.
 
-    Use a Logger as `with logger:`. The exit closes the files and tells the trackers whether the run
-    failed."""
+    The exit of `with logger:` closes the files and tells the trackers whether the run failed."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -204,7 +203,7 @@ class Logger(contextlib.AbstractContextManager):
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
-        self.samples = []  # rows of the current step's samples, for the trackers
+        self.samples = []
         self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
 
     def __exit__(self, error: type | None, *_) -> None:
@@ -256,8 +255,7 @@ class Logger(contextlib.AbstractContextManager):
             self.steps.update()
 
     def _write(self, step):
-        """Write the rows in `unwritten` to TensorBoard and metrics.jsonl. If the disk is full, keep the rows
-        and log an alarm."""
+        """Write the rows in `unwritten`. If the disk is full, keep the rows and log an alarm."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
@@ -268,7 +266,7 @@ class Logger(contextlib.AbstractContextManager):
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
-                self.writer.file_writer.add_summary(Summary(value=values), row["step"])  # one event per row
+                self.writer.file_writer.add_summary(Summary(value=values), row["step"])
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:
