@@ -109,14 +109,14 @@ class Engine(abc.ABC):
     """Base class of the engines. All ranks must construct their engine at the same time, because the
     constructor calls collectives."""
 
-    needs_selfcheck = False  # True: before step 0, guard.selfcheck compares engine and trainer log-probs
+    needs_selfcheck = False  # whether guard.selfcheck compares engine and trainer before the first step
 
     def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
                  dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer, self.cfg, self.device, self.dtype = tokenizer, cfg, torch.device(device), dtype
         self.config = load_config(path)
         with torch.device("meta"):
-            self.policy = Policy(self.config)  # has the names and shapes of all weights, but no memory
+            self.policy = Policy(self.config)  # names and shapes of all weights, without memory
         self.eos = eos_ids(path, tokenizer, self.config)
         self.version = None  # the step of the weights that the engine holds; None outside `awake`
         self.ledger = MemoryLedger(device)
@@ -249,8 +249,7 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     """Returns how many tokens of `after` are needed to complete a stop string, or 0 if there is no stop
     string.
 
-    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`. Only
-    the first `window` tokens of `after` are searched."""
+    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
     # in tokens: a token has at least one byte, and the 8 extra tokens are for characters of several bytes
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
