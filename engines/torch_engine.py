@@ -48,8 +48,7 @@ class Cache:
         """The cache starts with R rows, one for each distinct prompt.
 
         lengths (R,): number of tokens of each prompt.
-        steps: largest number of tokens that are sampled after a prompt.
-        like: a tensor with the cache's dtype and device."""
+        steps: largest number of tokens that are sampled after a prompt."""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -86,9 +85,7 @@ class Cache:
 
     def compact(self, parents: Tensor) -> Tensor:
         """Make a cache of n rows from the rows `parents` (n,), which must be sorted. A row that occurs
-        several times in `parents` is copied. Returns (n,): the new row of each entry of `parents`.
-
-        The first of equal entries stays in its row if that row is below n, so few rows are copied."""
+        several times in `parents` is copied. Returns (n,): the new row of each entry of `parents`."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -107,9 +104,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDec
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules: query, key and value come
-    from one matrix product, and so do gate and up. A small model on a CPU spends half of its time between
-    operations.
+    """Computes a decoding step with fewer operations than the model's own modules, because small models on a
+    CPU spend much time between operations: query, key and value come from one matrix product, and so do gate
+    and up.
 
     For model types outside LLAMA_LIKE and for models with sliding windows, it calls the model's modules."""
 
@@ -232,16 +229,14 @@ class TorchEngine(Engine):
                 # Each distinct pair (row, token) gets one row in the next step.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
-            cache.column = cache.width + t  # the column of the tokens that were just sampled
+            cache.column = cache.width + t
             of_row = (x.new_empty(cache.rows).index_copy(0, where, x) for x in (token, lengths + t))
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
         """Runs the model on `prompts` (tuples of tokens), with about --pack_len tokens in each forward pass.
-        Equal prompts share a row of the cache. Returns
-        1. the cache, with R rows, one for each distinct prompt;
-        2. the row of each prompt (B,);
-        3. the hidden state of each row's last token (R, D)."""
+        Equal prompts share a row of the cache. Returns the cache with R rows, the row of each prompt (B,),
+        and the hidden state of each row's last token (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
