@@ -5,9 +5,7 @@ comment beside a field is its help text. A value that can be derived is a proper
 flag beats the layout, the layout beats the preset, the preset beats the default.
 
 The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What
-Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank.
-
-This file also holds small things that many files need, such as UserError, `require` and `read_jsonl`."""
+Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def require(ok: bool, found: str, needed: str) -> None:
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
     The first rank of each machine prints the error as one line."""
-    for stream in (sys.stdout, sys.stderr):  # a response may have characters that a terminal can't encode
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
         stream.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -59,15 +57,14 @@ def user_errors(prog: str) -> Iterator[None]:
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     except KeyboardInterrupt:  # a traceback would hide the last messages
         sys.exit(130)
-    except BrokenPipeError:  # the program that read the output, such as `head`, has closed the pipe
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
 def tell_torchrun(text: str) -> None:
     """Write `text`, the reason why this process ends, to torchrun's error file. If several processes fail,
-    torchrun prints the text of the one that failed first. torch's `record` decorator would need torch and add
-    a traceback."""
+    torchrun prints the text of the one that failed first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
@@ -535,8 +532,8 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`. --help prints every flag and exits
-    with status 0. Raises UserError for a command line that can't be read.
+    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a command line
+    that can't be read.
 
     `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
     flags."""
@@ -578,10 +575,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
 
 def check_paths(cfg: Config) -> None:
     """Raises UserError if the model or a data file does not exist. This check needs no torch, so it comes
-    before the slow imports.
-
-    Names that may be on the Hub are checked later (model.resolve, grading.rows.local_file). So are files on
-    several machines, because the error must name the machine on which a file is missing."""
+    before the slow imports. Models and files that may be on the Hub, and the files of several machines, are
+    checked later."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
