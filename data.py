@@ -58,14 +58,14 @@ Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 class Problem:
     """A prompt with a verifiable answer."""
 
-    text: str  # the problem as it is in the file, without the template
+    text: str  # without the template
     ids: tuple[int, ...]  # tokens of the prompt: the template with the problem in it
-    answer: str  # the gold answer
+    answer: str
     kind: str = "math"  # how answers are compared: math, choice or exact; a user's reward gets it too
     weight: float = 1.0  # how often the problem comes in an epoch
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
-    row: int = 0  # the row's number in the file
+    row: int = 0
 
     @property
     def where(self) -> str:
@@ -76,8 +76,7 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; text is never
-    re-tokenised. With --env, a response alternates between turns of the policy and texts of the
-    environment."""
+    re-tokenised. With --env, the policy's turns alternate with texts of the environment."""
 
     prompt_id: int  # index of the prompt in the step's batch
     sample_id: int  # index of this sample among the prompt's samples
@@ -178,7 +177,7 @@ class Pack:
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = print,
                   longest: int = 0) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
-    --max_prompt_len, and prompts that leave no room for a response, and reports them with `say`.
+    --max_prompt_len, and prompts that leave no room for a response.
 
     If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
     `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. Raises UserError if no
@@ -221,8 +220,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     conversation is the problem.
 
     The template "chat" is the tokenizer's chat template. It shows all turns, and `system_prompt` if the
-    conversation has no system turn. The other templates show only the problem, and the tokenizer adds its BOS
-    token if it has one.
+    conversation has no system turn. The other templates show only the problem.
 
     Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
     if the template can't show the conversation, or if the prompt ends in the EOS token."""
@@ -264,7 +262,7 @@ def prompt_form(template: str) -> str:
 
 def _fill_form(form, turns, template):
     """Returns the template's text `form` with the problem in place of {problem}. Raises UserError if other
-    turns come before the problem, because `form` can't show them."""
+    turns come before the problem."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -294,11 +292,8 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
-    or "" if the prompts would have other tokens. `form`: the result of prompt_form.
-
-    If `form` is "", the result is the tokenizer's own chat template, which also adds the system prompt to
-    conversations without a system turn. If `form` is a text, the result puts the user's turn into this text,
-    and raises an exception for conversations that are not exactly one user turn."""
+    or "" if the prompts would have other tokens. `form`: the result of prompt_form. If `form` is a text, the
+    template raises an exception for conversations that are not exactly one user turn."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -316,13 +311,11 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 
 def _as_jinja(value):
-    """Returns the value as a Jinja literal. Jinja reads JSON's escapes."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the tokens, answer, kind, weight and data set of all problems, in order. ckpt.resume
-    compares the checkpoint's hash with this run's hash."""
+    """Returns a hash of the tokens, answer, kind, weight and data set of all problems, in order."""
     digest = hashlib.sha256()
     for p in problems:
         digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
@@ -360,9 +353,8 @@ def step_of(number: int, cfg: Config) -> int:
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns one replacement for each prompt of the step, for train.resample. The result is a pure function
-    of (seed, step, round). Replacements are drawn from the epoch of this step, so --data_weights apply to
-    them too."""
+    """Returns one replacement for each prompt of the step, for train.resample: a pure function of (seed,
+    step, round)."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -486,11 +478,9 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Partition items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and the cost
-    cost[i] (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if
-    an item fits in no list.
-
-    The greedy algorithm (LPT) puts the items, most expensive first, into the cheapest list that has room."""
+    """Partition items into `bins` lists of nearly equal cost, with the greedy algorithm LPT. Item i has
+    lengths[i] tokens and the cost cost[i] (default: lengths[i]). A list has at most `cap` tokens. Returns
+    lists of item indices, or None if an item fits in no list."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
