@@ -150,8 +150,7 @@ class Segments:
         slots on a CPU           p q a .
                                  p q b c          block of 2 x 4
                                  p q r s t u      block of 1 x 6        S = 14
-
-    No token attends to padding, so padding gets no gradient."""
+    """
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
@@ -182,7 +181,7 @@ class Segments:
             tokens.append((start + column).where(column < length, -1))
             self.blocks.append(tuple(tokens[-1].shape))
         token = torch.cat([block.flatten() for block in tokens])
-        slot = torch.empty(int(ends[-1]), dtype=torch.int64)  # for each token of the pack, its slot
+        slot = torch.empty(int(ends[-1]), dtype=torch.int64)  # each token's slot
         slot[token[token >= 0]] = (token >= 0).nonzero()[:, 0]
         device = self.cu_seqlens.device
         token, slot = token.clamp(min=0).to(device), slot.to(device)
@@ -229,7 +228,6 @@ def _varlen_options():
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    """Returns the attention (T, H, d), computed by torch's varlen kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
@@ -270,10 +268,7 @@ AttentionInterface.register("torz", packed_attention)
 
 class ChunkedLogProbs(torch.autograd.Function):
     """Computes log-probs and entropies from a linear head, in fp32 and in chunks of tokens. The logits of a
-    chunk have at most CHUNK_BYTES.
-
-    `forward` keeps the log-softmax of the last chunk only. `backward` computes the logits of all other chunks
-    again.
+    chunk have at most CHUNK_BYTES. `backward` computes the logits again, except those of the last chunk.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,)."""
 
@@ -402,8 +397,8 @@ class PackModel(nn.Module):
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens at indices `at`
-        (n,). From these states the heads predict the tokens at `at`."""
+        """Returns the last hidden states (n, D) from which the heads predict the pack's tokens at indices
+        `at` (n,)."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
@@ -413,8 +408,7 @@ class PackModel(nn.Module):
         """Allocate the memory of a model that is on the meta device. Tie the parameters, and compute the
         buffers, such as rotary frequencies, in fp32. The caller must then fill the parameters.
 
-        No file has the values of the buffers, so transformers computes them. A buffer that transformers does
-        not compute stays NaN, so the error is noticed."""
+        A buffer that transformers does not compute stays NaN, so the error is noticed."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
@@ -509,7 +503,7 @@ MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"
 
 def resolve(name: str) -> str:
     """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, such as
-    Qwen/Qwen2.5-0.5B. A model of the Hub is downloaded unless it is in huggingface_hub's cache.
+    Qwen/Qwen2.5-0.5B, which is downloaded unless it is in the cache.
 
     All ranks must call this function together. Raises UserError, the same on every rank, if the download
     fails."""
@@ -521,8 +515,8 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub to this machine's cache, unless the cache has the model already. Only the
-    first rank of each machine downloads. Raises UserError."""
+    """Download a model of the Hub to this machine's cache, unless it is there. Only the first rank of each
+    machine downloads. Raises UserError."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
