@@ -44,7 +44,7 @@ class World:
     """Rank, number of ranks, device and dtype of this process."""
 
     rank: int
-    size: int  # number of ranks
+    size: int
     device: torch.device
     dtype: torch.dtype  # of compute and all-gathers
 
@@ -185,8 +185,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit both go back
     to the host, and gradients are dropped. A model that was on a GPU before stays there.
 
-    If `optimizer` is None, the weights must not change inside the context, because they are not copied
-    back."""
+    If `optimizer` is None, the weights must not change inside, because they are not copied back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -219,24 +218,23 @@ def deterministic(on: bool) -> Iterator[None]:
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state, not
-    copied. The state of the weight NAME has names such as NAME.exp_avg. An optimizer has no state before its
-    first step."""
+    copied. The state of the weight NAME has names such as NAME.exp_avg."""
     tensors = dict(model.named_parameters())  # lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called a home, which stores a weight, buffer or optimizer state while
-# the model is not on the GPU.
+# HOMES[model][name] is a host tensor, called a home, of the same shape and sharding as a weight, buffer or
+# optimizer state. It stores the values while the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
     """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state.
 
-    A home is a host tensor of the same shape and sharding. Its memory is pinned, so copies are fast. Homes
-    are kept between steps, because pinning memory is slow."""
+    A home has pinned memory, so copies are fast. Homes are kept between steps, because pinning memory is
+    slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -433,7 +431,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Returns phase -> its seconds since the last call of this function."""
+    """Returns phase -> seconds since the last call of this function."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds
