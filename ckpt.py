@@ -59,7 +59,7 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 # policy, critic or ref -> the model and its optimizer; the ref has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
-Facts = dict[str, Any]  # facts about a run: content of state.json, or of the marker file of an export
+Facts = dict[str, Any]  # content of state.json, or of the marker file of an export
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
 
 
@@ -185,8 +185,8 @@ class Saver:
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
-        self.in_flight: Future[None] | None = None  # the save that was started last
-        self.failed = False  # whether the last finished save failed
+        self.in_flight: Future[None] | None = None
+        self.failed = False
         if _is_main():  # clean up after a run that was killed
             remove_unfinished(out / "ckpt" / "step_*")
             prune(out, cfg.keep, cfg.keep_best)
@@ -230,7 +230,6 @@ class Saver:
             self.saved = step
 
     def _write(self, temp, carried):
-        """Write this rank's files. Returns their sizes and checksums."""
         temp.mkdir(parents=True, exist_ok=True)
         files = [temp / f"shard-{td.get_rank():05d}.safetensors"]
         self.buffer.write(files[0])
@@ -240,8 +239,8 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones, on rank 0. Returns an error in one line, or "". `every`
-        has the (error, files) of each rank's `_write`."""
+        """Publish the checkpoint and delete old ones. Returns an error in one line, or "". `every`: the
+        (error, files) of each rank's `_write`."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -330,7 +329,7 @@ def _link_best(link, name):
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     """Returns the checkpoint of `folders` with the highest value of `metric`, or None if no checkpoint has a
-    value. If two checkpoints have the same value, the newer one wins.
+    value.
 
     `metric` is a metric's name, a pattern, or "auto", which means the pattern eval/*/avg@*. The value of a
     pattern is the mean of all metrics that match."""
@@ -419,7 +418,7 @@ def named(name: str) -> Path:
 
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
-    of_run = path.parent / "ckpt"  # used if `name` is RUN/STEP or RUN/best
+    of_run = path.parent / "ckpt"
     places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
     found = next((p for p in places if read_mark(p) is not None), None)
     there = ", ".join(p.name for p in complete(path.parent))
@@ -440,8 +439,7 @@ def read_state(folder: Path) -> Facts:
 
 def resume(path: Path, models: Models, facts: Facts) -> int:
     """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
-    steps. The number of ranks may differ from that of the checkpoint's run. `facts`: this run's config,
-    fingerprint of the problems, and hashes of the reward files.
+    steps. The checkpoint's run may have had another number of ranks. `facts`: as in state.json, for this run.
 
     Raises UserError if a file is damaged, if the checkpoint has more steps than --steps, or if the problems,
     a reward file or a setting of the algorithm changed since the checkpoint."""
@@ -464,9 +462,8 @@ def resume(path: Path, models: Models, facts: Facts) -> int:
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
     the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config of
-    this run and the hash of its tokenizer.
-
-    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ between the runs."""
+    this run and the hash of its tokenizer. Raises UserError if a file is damaged, or if the tokenizer or a
+    model's shapes differ."""
     saved = read_state(path)
     require(saved["tokenizer"] == facts["tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",
@@ -528,9 +525,9 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
     weights: (name, whole tensor) of every parameter. All ranks iterate over `weights`, because
         dist.full_weights gathers the tensors from all ranks.
-    source: the model folder from which the model was loaded. Its configs are copied.
-    facts: content of the marker file (from `marker`). If given, the export also gets a chat template that
-        makes the same prompts as in training.
+    source: the model folder from which the model was loaded.
+    facts: content of the marker file. If given, the export gets a chat template that makes the same prompts
+        as in training.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export."""
@@ -552,8 +549,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export at `out` is replaced.
-    Raises OSError if `out` is anything else."""
+    """Write a temporary folder beside `out`, then rename it to `out`. Raises OSError if `out` exists and is
+    no earlier export."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
