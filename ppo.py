@@ -45,7 +45,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     segment = segment_ids(cu_seqlens, len(mask))
     # (T,) for each token: the last time step up to this token, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # (T,) true if `step` is in the token's own segment; otherwise the token's reward is dropped
+    # (T,) true if `step` is in the token's own segment
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
@@ -110,8 +110,8 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of tokens whose
     loss was clipped.
 
-    The loss is summed over the tokens in `mask` and divided by `tokens`.
-    tokens: number of response tokens of the whole update.
+    The loss is summed over the tokens in `mask` and divided by `tokens`, the number of response tokens of the
+    whole update.
     old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
         pass logp.detach(); the gradient is then that of REINFORCE.
     correction (T,): importance weight of each token, without gradient, for the difference between the
@@ -127,13 +127,12 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
-    """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`.
+    """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`, the
+    number of response tokens of the whole update.
 
-    tokens: number of response tokens of the whole update.
     old_values (T,): the critic's values before the step's first update.
     clip: if given, the squared error is also computed with the value clipped to [old_value - clip, old_value
-        + clip], and the larger of the two errors counts (as in ppo2 of OpenAI's baselines).
-    """
+        + clip], and the larger of the two errors counts (as in ppo2 of OpenAI's baselines)."""
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
