@@ -515,8 +515,8 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub to this machine's cache, unless it is there. Only the first rank of each
-    machine downloads. Raises UserError."""
+    """Download a model of the Hub to this machine's cache, unless the cache has the model already. Only the
+    first rank of each machine downloads. Raises UserError."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
