@@ -4,15 +4,14 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
---part core runs the variants that decide most claims, and `all` runs all variants. `power` runs grpo and ppo
-with ten seeds, and `stability` with thirty seeds on the hardest task.
+--part core runs the variants that decide most claims. `all` runs all variants. `power` runs only grpo and
+ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds on the hardest task.
 
-A variant is a reference recipe with other flags or with a patched function. It is compared with its reference
-on the same seeds, by held-out accuracy after the last step. The tables show the mean difference and its 95 %
-interval (Student's t). All runs of a task start from the same base model.
+A variant is a reference recipe with other flags or with a patched function. Variant and reference are
+compared on the same seeds, by their held-out accuracy after the last step.
 
-Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. All
-variants run with seed 0 first, then with seed 1. The tables go to bench/results/ablations.md.
+Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. The
+tables go to bench/results/ablations.md.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from engines import torch_engine
 from log import read_metrics
 from tools import tiny
 
-VARIED = ROOT / "runs/ablations-vary.jsonl"  # results of the runs of --vary
+VARIED = ROOT / "runs/ablations-vary.jsonl"
 STEPS = 30
-HARDEST = "think"  # the hardest task that is learnt in STEPS steps
-TASKS = {  # task -> flags of the task's runs, and the threshold for `steps_to`
+HARDEST = "think"
+TASKS = {  # task -> (flags of the task's runs, threshold of the function steps_to)
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
     "product": (dict(max_response_len=72), 0.3),
@@ -66,18 +65,18 @@ REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
               "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
 
-# --- changes that no flag makes, some of them faults: each function patches the code in one run's process
+# --- patches of the training code
 
 
 def flip_sign(cfg: Config) -> None:
-    """Makes the estimator wrong: negates every advantage."""
+    """Negates every advantage, so the estimator is wrong."""
     right = train.add_group_advantages
     train.add_group_advantages = lambda samples, cfg: [
         replace(s, advantage=-s.advantage) for s in right(samples, cfg)]
 
 
 def pack_mean(cfg: Config) -> None:
-    """Makes the estimator wrong: takes each pack's mean, then their mean, not one mean over the update."""
+    """Averages the loss over each pack and then over the packs. This is wrong if packs differ in size."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -92,14 +91,14 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Makes the estimator wrong: does not detach the old log-probs, so the gradient is 0."""
+    """Does not detach the old log-probs. Then the ratio is constant, so the policy gets no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """Makes the engine sample with the weights of `stale` steps ago, and with noise of standard deviation
-    `nats` on each logit. The evaluation after the last step has neither."""
+    """Makes the engine sample with the weights of `stale` steps ago, and adds noise of standard deviation
+    `nats` to each logit. The evaluation after the last step has the newest weights and no noise."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -128,7 +127,7 @@ def sequence_weight(cfg: Config, **gap: float) -> None:
 
 
 def wrong_grades(cfg: Config, share: float) -> None:
-    """Replaces a random share of the training rewards r by 1 - r. Evaluation rewards stay right."""
+    """Replaces each training reward r by 1 - r with probability `share`. Evaluation rewards stay right."""
     right = train.rollout
 
     def rollout(*args):
@@ -142,15 +141,15 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). text: hash of the
-    file. Only key_of uses the hash: so an edited file counts as a new variant."""
+    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text` is the
+    file's hash: key_of includes it, so an edited file counts as a new variant."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     setattr(*HOOKS[name], getattr(module, name))
 
 
-# Functions that --vary FILE:NAME may replace: NAME -> module and function that it replaces.
+# --vary FILE:NAME replaces one of these functions: NAME -> (module, function).
 HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
          "token_weights": (grpo, "token_weights"), "mismatch_weight": (train, "mismatch_weight"),
          "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
@@ -160,11 +159,10 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A variant of a reference recipe. flags: settings that differ. patch, args: a function that patches the
-    code, and its arguments.
+    """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed.
 
-    Recipes that differ in their clipping have the reference grpo-4, which makes four updates a step. With one
-    update a step the ratio stays 1, so clipping has no effect."""
+    Variants of the clipping have the reference grpo-4, which makes four updates a step. With one update a
+    step, the ratio is always 1, so clipping has no effect."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -173,18 +171,19 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of GRPO with `flags` and those fields of the preset that define its algorithm."""
+    """Returns a variant of GRPO with `flags` and those fields of the preset that define the preset's
+    algorithm."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
-    """Returns GRPO with an engine that differs from the trainer. `flags` may turn on a correction."""
+    """Returns GRPO with an engine that differs from the trainer. `flags` can turn on a correction."""
     return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
 
 
 DAPO = dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
-CORE = {  # variants of --part core; the first ones decide the most claims
+CORE = {
     "grpo": Variant("grpo"),
     "ppo": Variant("ppo"),
     "wrong-sign": Variant("grpo", {}, flip_sign),
@@ -215,7 +214,6 @@ CORE = {  # variants of --part core; the first ones decide the most claims
 
 
 def matrix() -> dict[str, Variant]:
-    """Returns name -> variant for all variants. The variants of CORE come first."""
     found = dict(CORE)
     for x in (0.9, 0.99):
         found[f"lam-{x}"] = Variant("ppo", dict(lam=x))
@@ -251,7 +249,6 @@ def matrix() -> dict[str, Variant]:
 
 
 def config_of(task: str, variant: Variant, seed: int, base: str) -> Config:
-    """Returns the settings of one run."""
     flags = TASKS[task][0] | variant.flags
     if task == "countdown":
         flags["reward"] = (f"{ROOT}/bench/countdown.py:reaches", *flags.get("reward", ())[1:])
@@ -263,8 +260,8 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns a hash of a run's settings and patch, to find finished runs. Paths, NO_CHANGE and settings with
-    their default value are left out. So a new setting in configs.py does not change the hash."""
+    """Returns a hash of a run's settings and patch, by which finished runs are found. Settings with their
+    default value are left out, so a new setting in configs.py does not change the hash."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -275,7 +272,8 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run, in a process of its own because of the patch. Writes its results to `file`."""
+    """Trains one run and writes its results to `file`. Call it in a new process, because a variant patches
+    the code."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -322,7 +320,6 @@ def figures(out: Path) -> dict[str, Any]:
 
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
-    """Trains the runs in `waiting`, `jobs` at a time. Appends each finished run as a line to `results`."""
     began = time.monotonic()
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
@@ -335,8 +332,6 @@ def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: P
 
 
 def keep(name: dict, file: Path, status: int, results: Path) -> str:
-    """Appends a run's results to the file `results`. Returns a line about the run, or the end of its log if
-    it failed. name: task, variant, seed and hashes. status: exit status."""
     run = f"{name['task']} {name['variant']} seed {name['seed']}"
     if not file.is_file():
         return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
@@ -355,7 +350,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 
 class Estimate(NamedTuple):
-    """The mean of n values, and half the width of its 95 % interval. For n = 1 the width is infinite."""
+    """The mean of n values, and half the width of its 95 % interval (infinite for n = 1)."""
 
     mean: float
     half: float
@@ -368,32 +363,31 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at most 30 independent values, and its 95 % interval by Student's t."""
+    """Returns the mean of at most 30 independent values, with a 95 % interval by Student's t."""
     n = len(values)
     half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
 
 
 def last(values: Sequence[float], n: int = 5) -> float:
-    """Returns the mean of the last n values; NaN for a run without steps."""
     return fmean(values[-n:]) if values else math.nan
 
 
 def means_of_five(row: dict) -> list[float]:
-    """Returns the mean rewards of all windows of five consecutive steps."""
     rewards = row["rewards"]
     return [fmean(rewards[i:i + 5]) for i in range(len(rewards) - 4)]
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended early, or its last mean reward of five steps is below half of the best."""
+    """Returns whether a run ended early, or lost half of its reward: the mean reward of the last five steps
+    is below half of the best such mean."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms before its collapse, or of all alarms if it did not collapse. The
-    collapse begins after the last mean of five rewards that is at least half of the best such mean."""
+    """Returns the texts of a run's alarms before its collapse, or of all alarms if it did not collapse. From
+    the collapse on, every mean of five rewards is below half of the best such mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -401,12 +395,13 @@ def alarms_before(row: dict) -> list[str]:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step at which the mean reward of three steps reaches `threshold`; STEPS if none."""
+    """Returns the first step at which the mean reward of three steps reaches `threshold`; STEPS if no step
+    does."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
 
-MEASURES = {  # numbers that claims compare: name -> function of a run's results and its task
+MEASURES = {  # name of a measured number -> function of a run's results and task
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
     "steps": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
@@ -421,7 +416,7 @@ Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> resu
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
     """Returns the mean difference of `measure`, variant minus reference, over the seeds that both have.
-    Returns None if there is no such seed."""
+    Returns None if they have no common seed."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
@@ -429,8 +424,8 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 
 def seeds_needed(deviation: float, gap: float = 0.02) -> int:
-    """Returns the number of seeds needed to detect a difference of `gap` at the 5 % level with 80 % power.
-    `deviation` is the standard deviation of the difference: n = ((1.96 + 0.84) deviation / gap)²."""
+    """Returns how many seeds show a difference of `gap` at the 5 % level with 80 % power: n = ((1.96 + 0.84)
+    deviation / gap)². `deviation` is the standard deviation of the difference."""
     return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
 
@@ -438,9 +433,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 
 
 class Claim(NamedTuple):
-    """A claim: `measure` of the variant is higher (sign 1) or lower (sign -1) than that of the reference.
-
-    why: a possible cause if our results disagree. unclear: the reason why no task can decide the claim."""
+    """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's. `why` is a
+    possible cause if the runs disagree. `unclear` says why no task can decide the claim."""
 
     text: str
     source: str
@@ -492,8 +486,8 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" or "**disagrees**" by the sign of the difference. Returns "can't tell" if its 95 %
-    interval contains 0, or with fewer than three seeds, which may agree by chance."""
+    """Returns "agrees" or "**disagrees**". Returns "can't tell" if the 95 % interval contains 0, or with
+    fewer than three seeds."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -503,13 +497,10 @@ def verdict(found: Estimate, sign: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
     return markdown(head, rows).splitlines()
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns a table with one row per claim and task. Notes follow: possible causes of disagreements, claims
-    that no task can decide, and claims whose runs are missing."""
     rows, notes, missing = [], [], []
     for claim in CLAIMS:
         verdicts = set()
@@ -532,7 +523,7 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    """Returns a table with one row per variant: means over the seeds, and the difference to the reference."""
+    """Returns a legend, and a table with one row per variant."""
     rows = []
     for name, variant in variants.items():
         found = list(runs.get((task, name), {}).values())
@@ -542,7 +533,7 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
         accuracy = [MEASURES["accuracy"](row, task) for row in found]
         spread = f"{stdev(accuracy):.3f}" if len(found) > 1 else "–"
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
-        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # NaN: a run without steps
+        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # a run without steps has NaN
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
@@ -556,8 +547,6 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns a table with one row per task and recipe: its accuracy, and the recipes that are clearly worse
-    or better (95 % interval). After the table, one line per task counts the pairs that clearly differ."""
     rows, notes = [], []
     for task in tasks:
         there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
@@ -575,8 +564,6 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    """Returns a table with one row per task and recipe that has 20 seeds or more: the number of collapsed
-    runs, their most frequent alarms before the collapse, and the alarms of the other runs."""
     rows = []
     for task in tasks:
         for name in ("grpo", "ppo"):
@@ -592,8 +579,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def alarm_kinds(rows: Sequence[dict]) -> str:
-    """Returns the four most frequent kinds of alarms in `alarms_before`, each with the number of runs that
-    had it. An alarm's kind is its text up to the first comma or semicolon, with N in place of numbers."""
+    """Returns the four most frequent kinds of alarms in `alarms_before`, each with its number of runs. An
+    alarm's kind is the text up to the first comma or semicolon, with N in place of numbers."""
     kinds = Counter()
     for row in rows:
         kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
@@ -602,8 +589,6 @@ def alarm_kinds(rows: Sequence[dict]) -> str:
 
 
 def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
-    """Returns a table with one row per task and reference: the standard deviation of accuracy over seeds, the
-    deviation of paired differences, and how many seeds are needed to detect a difference of 2 points."""
     rows = []
     for task in tasks:
         for reference in REFERENCES:
@@ -624,7 +609,6 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
 
 
 def report(runs: Runs) -> str:
-    """Returns the text of ablations.md."""
     tasks, variants = tasks_of(runs), matrix()
     planned, made = 5 * len(TASKS) * len(variants), sum(seed < 5 for seeds in runs.values() for seed in seeds)
     rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
@@ -662,13 +646,13 @@ def report(runs: Runs) -> str:
 
 
 def weights_of(base: str) -> str:
-    """Returns a hash of a base model's weights. Runs from different base models are not paired."""
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
     """Returns the finished runs with these settings and base models. keys: (task, variant, seed) -> key_of.
-    weights: task -> weights_of; default: those of the task's newest run. vary: read --vary's runs too."""
+    weights: task -> weights_of; a task without an entry gets the weights of its newest run. vary: also reads
+    the runs of --vary."""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:
@@ -679,7 +663,7 @@ def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], va
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """Returns the variants of --vary: the reference, and the reference with the user's function. spec:
+    """Returns two variants for --vary: the reference, and the reference with the user's function. spec:
     FILE.py:FUNCTION. Raises UserError if the file is missing or HOOKS has no such function."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
@@ -692,7 +676,6 @@ def varied(spec: str) -> dict[str, Variant]:
 
 
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
-    """Returns the variants that the command line chooses, and the number of seeds of each."""
     if args.vary:
         return varied(args.vary), args.seeds
     if args.part in ("power", "stability"):
@@ -702,7 +685,6 @@ def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
 
 
 def tasks_of(runs: Runs) -> list[str]:
-    """Returns the tasks that have runs."""
     return [task for task in TASKS if any(t == task for t, _ in runs)]
 
 
@@ -727,14 +709,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """Returns (task, variant, seed) -> (config, variant) for 30 seeds of each task and variant. All runs with
-    seed 0 come first. base: task -> folder of the task's base model."""
+    """Returns (task, variant, seed) -> (config, variant), ordered by seed. base: task -> folder of the base
+    model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 
 
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
-    """Trains the wanted runs that are missing, --jobs at a time. Returns all finished runs of the plan."""
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
     runs, waiting = read_runs(keys, weights, bool(args.vary)), []

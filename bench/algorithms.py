@@ -2,12 +2,12 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three-digit numbers. Working such a sum out takes many more tokens than a
-guess. A run has one rank, in a fork of this process. The base models are the folders BASE-SEED (flag --base).
-Missing base models are pretrained. Finished runs of an earlier call are not repeated.
+PPO and GRPO also train on sums of three-digit numbers, whose worked solutions are much longer than a guess.
+The base models are the folders BASE-SEED (flag --base); missing ones are pretrained. Finished runs of an
+earlier call are not repeated.
 
-Results for each recipe and seed: held-out accuracy after the last step, the first step with a reward of 0.9
-(mean of three steps), the first and the last response length. See bench/results/algorithms.json, .md, .png.
+The results are held-out accuracy after the last step, the first step at which the mean reward of three steps
+is 0.9, and the first and the last response length. They go to bench/results/algorithms.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from configs import PRESETS, Config
 from log import read_metrics
 from tools import tiny
 
-HARD = "-3-digits"  # runs on sums of three-digit numbers have names with this ending
+HARD = "-3-digits"
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all other presets are named NAME-7b
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Recipe -> FIELDS of its preset. These are the fields in which the members of the GRPO family differ.
+# Members of the GRPO family differ only in these fields: recipe -> FIELDS of its preset.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
 
 def configs(steps: int) -> dict[str, Config]:
-    """Returns name -> config at the demo's size: PPO, and RECIPES with further settings of their papers."""
     tiny = replace(PRESETS["tiny-grpo"], steps=steps, eval_every=steps, save_every=0, pack_len=4096)
     additions = {"dapo": dict(resample_rounds=2, overlong_buffer=16, policy_updates=2),
                  "gspo": dict(policy_updates=2), "cispo": dict(policy_updates=2),
@@ -54,7 +53,6 @@ def configs(steps: int) -> dict[str, Config]:
 
 
 def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
-    """Returns a recipe's config for one seed. Pretrains the base model of this seed if it is missing."""
     if name.endswith(HARD):
         model = tasks.build(f"{base}3-{seed}", "sums-3", seed)
     else:
@@ -64,7 +62,6 @@ def seeded(cfg: Config, name: str, seed: int, base: str, out: Path) -> Config:
 
 
 def result(out: Path) -> dict:
-    """Returns the results of a finished run in the folder `out`: accuracies, lengths and reward curves."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     rewards = [r["reward"] for r in steps]
@@ -77,8 +74,8 @@ def result(out: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table with one row per recipe. The accuracy is the mean over the seeds. The spread
-    is the accuracy of the best seed minus that of the worst seed."""
+    """Returns a Markdown table with one row per recipe. The spread is the accuracy of the best seed minus
+    that of the worst seed."""
     lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
@@ -92,7 +89,6 @@ def table(results: dict[str, list[dict]]) -> str:
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
-    """Plots the reward over the steps, one panel per recipe. Each panel also shows PPO's reward in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +109,6 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 
 def draw_panel(axis, name: str, runs: list[dict]) -> None:
-    """Draws one recipe's reward, one line per seed. For three-digit sums, also draws the response length."""
     for seed, r in enumerate(runs):
         axis.plot(r["rewards"], lw=1.2, label=f"seed {seed}: {r['accuracy']:.3f}")
     axis.set_title(name, fontsize=10)

@@ -2,10 +2,10 @@
 
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-On a CPU, the benches use the demo's model, and a model with two layers of Qwen2.5-0.5B's shape. On a GPU, the
-models have the shapes of 0.5B, 1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the
-trainer. No other program should run at the same time. The measurements go to bench/results/DEVICE.json, and
-as a table to DEVICE.md. bench/vs_trl.py is not included, because it needs TRL.
+On a CPU, the models are the demo's and one with two layers of Qwen2.5-0.5B's shape. On a GPU, the models have
+the shapes of 0.5B, 1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the trainer. Stop
+other programs first. The measurements go to bench/results/DEVICE.json and DEVICE.md. bench/vs_trl.py is not
+included, because it needs TRL.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from bench.shape import build
 
 Case = tuple[str, list[str], int, int]  # name of the bench, its arguments, ranks, threads of each rank
 LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment",
-          "algo", "ranks", "engine", "samples")  # fields of a result that say what was measured
+          "algo", "ranks", "engine", "samples")
 
 
 def on_cpu(cores: int) -> list[Case]:
-    """Returns the cases for a CPU: one rank per core with one thread, or one rank with a thread per core."""
     base = "runs/tiny-base-0"
     data = ["--model", base, "--data", f"{base}/train.jsonl"]
     head = ["--size", "tiny", "--vocab", "151936", "--pack", "16384", "--packs", "1", "--rounds", "1"]
@@ -46,7 +45,6 @@ def on_cpu(cores: int) -> list[Case]:
 
 
 def on_gpu() -> list[Case]:
-    """Returns the cases for one GPU. Makes runs/shape-0.5b, the model for bench/rollout.py and step.py."""
     model = "runs/shape-0.5b"
     if not Path(model, "train.jsonl").exists():
         build(model, "0.5b")
@@ -63,7 +61,6 @@ def on_gpu() -> list[Case]:
 
 
 def device() -> str:
-    """Returns a file name made of the GPU's name, or of the processor's name and number of cores."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -73,11 +70,11 @@ def device() -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a Markdown table with one line per row of results: its LABELS, and its nonzero numbers."""
+    """Returns a Markdown table with one line per result: its LABELS, then its numbers other than 0."""
     lines = []
     for row in rows:
-        # Some measurements have the name of a label: "pack" may be the pack length, or the seconds of the
-        # phase "pack". A float is always a measurement.
+        # A measurement can have the name of a label: "pack" is the pack length, or the seconds of the phase
+        # "pack". A float is always a measurement.
         labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
@@ -86,7 +83,6 @@ def table(rows: list[dict]) -> str:
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
-    """Runs the cases, or only prints their commands. Returns the results, and the errors of failed cases."""
     rows, failures = [], []
     for script, args, ranks, threads in cases:
         print(f"bench.{script} {' '.join(args)}  ({ranks} × {threads} threads)", flush=True)

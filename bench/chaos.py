@@ -4,8 +4,8 @@
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
-A run is `tiny-ppo`: 8 steps on 2 ranks a node under torchrun --max-restarts 3, with a save after every second
-step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
+A run is `tiny-ppo`: 8 steps on 2 ranks per node under torchrun --max-restarts 3, with a save after every
+second step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
 program types the command again, as a user would. Two nodes are two network namespaces; without root, both
 nodes use the loopback network.
 
@@ -15,7 +15,8 @@ A run is ok if all of this holds:
 - It prints no error that the fault does not explain. If the fault must lead to a refusal, one line says why.
 
 Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
-then kept. Without root some faults are skipped, and their lines say so."""
+then kept. Some faults need root and are skipped without it.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +42,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 
 from bench.common import ROOT, environment, new_folder, say
 
-RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS: ranks of one node
-TRIES = 6  # attempts to strike in the chosen phase; each attempt is a new run
-TYPED = 4  # a run must be complete after at most this number of commands
-HANG = 120.0  # a command hangs if it prints no line for this many seconds
+RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
+TRIES = 6  # largest number of attempts to strike in the chosen phase
+TYPED = 4  # largest number of commands for one run
+HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 
-# --- in the rank that is struck
+# --- the struck rank
 
-# Faults by signal: the struck rank sends these signals to itself at once. All other faults come from the main
-# program, some milliseconds later.
+# In these faults the struck rank sends signals to itself. All other faults come from the main program.
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged in this process. The order (JSON in the environment variable CHAOS) names the
-    fault, the rank and the phase. In this rank a thread runs `watch`."""
+    """Runs train.py unchanged. The order (JSON in the environment variable CHAOS) names the fault, the rank
+    and the phase. If this process is that rank, a thread runs `watch`."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -66,10 +66,11 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits until the rank has entered the order's phase `visit` times or more, and has been in it for
-    `after` seconds. Then writes `file` for the main program, and sends the fault's SIGNALS to this process.
+    """Waits until the rank is in the order's phase for the `visit`-th time, for `after` seconds. Then writes
+    `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    Without a phase, sends nothing. When the process ends, writes begin and end of all visits to `file`."""
+    The undisturbed run has an order without a phase. It gets no signal, and writes the begin and the end of
+    all visits to `file` when the process ends."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -92,8 +93,8 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the names of the rank's current phases: the name in dist.CURRENT ("import" before dist.py is
-    imported), "files" while a checkpoint's files are written, and "end" since the export began."""
+    """Returns the rank's current phases: the name in dist.CURRENT ("import" before dist.py is imported),
+    "files" while a checkpoint's files are written, and "end" since the export began."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -105,7 +106,7 @@ def current_phases(out: Path) -> set[str]:
 
 
 class Nodes:
-    """A run on one or two nodes: one torchrun agent a node, and the ranks that the agents start."""
+    """A run on one or two nodes: one torchrun agent per node, and the ranks that the agents start."""
 
     def __init__(self, count: int, base: str, out: Path, namespaces: bool, order: dict) -> None:
         self.count, self.out, self.order = count, out, order
@@ -116,27 +117,27 @@ class Nodes:
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
-        self.expected = ""  # regular expression of a refusal that the run must print; empty: no refusal
-        self.had = 0  # number of steps that were saved before the fault; the run must not lose them
+        self.expected = ""  # regular expression of the refusal that the run must print
+        self.had = 0  # number of steps that were saved before the fault
         self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
 
     def type(self) -> None:
-        """Starts the command on all nodes, as a user types it. `typed` counts these commands."""
         self.typed += 1
         for node in range(self.count):
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. Its ranks run be_a_rank the first time, and later train.py."""
+        """Starts the node's torchrun agent. The ranks run be_a_rank for the first command, and train.py for
+        later ones."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # These flags name the agent that hosts the rendezvous. torchrun can't find it by the host's name,
-            # which does not resolve to the namespace's address.
+            # These flags name the agent that runs the rendezvous server. torchrun can't find this agent by
+            # the machine's name, which does not resolve to the namespace's address.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
@@ -145,7 +146,7 @@ class Nodes:
         self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
-        """Starts an agent in its own session, so that kill_node can kill its process group."""
+        """Starts an agent in a new session, so that kill_node can kill the agent's process group."""
         env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
                                      "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
@@ -153,7 +154,7 @@ class Nodes:
                                     start_new_session=True)
 
     def ranks(self, node: int | None = None) -> dict[int, int]:
-        """Returns rank -> process id of the training ranks, on all nodes or on one `node`."""
+        """Returns rank -> process id of the training ranks."""
         agents = {a.pid for n, a in self.agents.items() if node in (None, n)}
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -164,22 +165,18 @@ class Nodes:
         return found
 
     def running(self) -> bool:
-        """Returns whether all agents still run."""
         return all(agent.poll() is None for agent in self.agents.values())
 
     def hangs(self) -> bool:
-        """Returns whether no node printed anything for HANG seconds."""
         return time.time() - max(log.stat().st_mtime for log in self.logs()) > HANG
 
     def logs(self) -> list[Path]:
         return sorted(self.out.parent.glob(f"{self.out.name}.*.log"))
 
     def text(self) -> str:
-        """Returns everything that was printed."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs())
 
     def wait(self) -> list[int]:
-        """Waits for the agents to end, and returns their exit statuses. Kills a run that hangs."""
         while any(agent.poll() is None for agent in self.agents.values()):
             if self.hangs():
                 self.hung = True
@@ -188,8 +185,8 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Waits for the strike. Returns the struck rank's message: its process id and the time. Returns None
-        if the run ends or hangs before the strike."""
+        """Returns the message of the struck rank: process id and time. Returns None if the run ends or hangs
+        before."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -202,7 +199,7 @@ class Nodes:
         """Kills the node's agent and all its ranks, as a power cut does. Each rank has its own session."""
         agent = self.agents[node]
         if agent.poll() is None:
-            os.killpg(agent.pid, signal.SIGSTOP)  # so that the agent starts no more ranks
+            os.killpg(agent.pid, signal.SIGSTOP)  # a stopped agent starts no more ranks
         ranks = self.ranks(node).values()
         for pid in [agent.pid, *ranks]:
             with contextlib.suppress(ProcessLookupError):
@@ -215,15 +212,14 @@ class Nodes:
 
 
 def rendezvous(out: Path, host: str) -> list[str]:
-    """Returns the torchrun flags with which two agents meet at `host`. The port depends on `out`."""
     port = random.Random(str(out)).randint(20000, 40000)
     return ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", out.name,
             "--rdzv-endpoint", f"{host}:{port}"]
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes the network namespaces torz0 and torz1 with a virtual cable between them. They are removed when
-    this program ends. Returns False for one node, or if namespaces are not allowed."""
+    """Makes one network namespace per node, with a virtual cable between them. Returns False for one node, or
+    if namespaces are not allowed."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -238,15 +234,15 @@ def make_namespaces(count: int) -> bool:
 
 
 def system(command: str, *paths: Path) -> bool:
-    """Runs a command that needs root. Returns whether it succeeded. `paths`: the command's last words."""
+    """Runs a command that needs root. Returns whether it succeeded."""
     words = [*command.split(), *map(str, paths)]
     return not os.geteuid() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 # --- the faults
 
-# Each fault is a function, called after the strike. It takes the run, the struck rank's message and a random
-# generator. It returns False if it came too late, or too early because no checkpoint exists to damage.
+# A fault is a function that is called after the strike, with the run, the struck rank's message and a random
+# generator. It returns False if it came too late, or if no checkpoint exists to damage.
 
 
 class Skipped(Exception):
@@ -254,8 +250,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The faults of SIGNALS. The struck rank has already sent the signals to itself. `storm` also sends them
-    to all other ranks. `freeze` lets the frozen rank continue after 3 seconds."""
+    """Does the rest of a fault of SIGNALS. `storm` sends the signals to all other ranks too. `freeze` lets
+    the frozen rank continue after 3 seconds."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -272,7 +268,8 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again. Does nothing after the last save: node 0 may have ended by then."""
+    """Kills node 1 and starts it again. Does nothing after the last save, because node 0 can have ended by
+    then."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -292,7 +289,6 @@ def stop(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Fills the disk for 2 to 4 seconds."""
     ballast = nodes.out / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
@@ -303,8 +299,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Lets no file in the run's folder be opened for writing, for 2 to 4 seconds. For this a read-only view
-    of the folder is mounted over it. A read-only remount would fail, because TensorBoard's file is open."""
+    """Makes the run's folder read-only for 2 to 4 seconds, by a read-only mount over it. A read-only remount
+    would fail, because TensorBoard's file is open."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -316,8 +312,8 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Flips one bit of the newest checkpoint. The next command must refuse it. Then removes the checkpoint,
-    so that the run can continue."""
+    """Flips one bit of the newest checkpoint. The next command must refuse the checkpoint. The checkpoint is
+    then removed, so that the run can continue."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -329,14 +325,14 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     nodes.expected = folder.name
     nodes.type()
     nodes.wait()
-    shutil.rmtree(folder, ignore_errors=True)  # it may be missing, if the run was not refused
+    shutil.rmtree(folder, ignore_errors=True)
     nodes.had = newest(nodes.out)
     return True
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint. Either removes its file COMPLETE: the next command must ignore the
-    checkpoint. Or cuts off half of its largest file: the next command must refuse it."""
+    """Removes the file COMPLETE of the newest checkpoint, which the next command must then ignore. Or cuts
+    off half of the largest file: the next command must refuse the checkpoint."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -356,10 +352,10 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts a second run in the same folder. This run must be refused. While it runs, SIGSTOP stops the
-    ranks of the first run, so that they stay in their phase."""
+    """Starts a second run in the same folder, which must be refused. Meanwhile SIGSTOP keeps the first run's
+    ranks in their phase."""
     owner = {}
-    while not owner:  # waits for the lock, which a run writes in its first seconds
+    while not owner:  # until the run has written the lock
         if not nodes.running():
             return False
         with contextlib.suppress(OSError, ValueError):
@@ -390,7 +386,8 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Adds another host's old lock, an unfinished save, and a user's copy of a checkpoint."""
+    """Kills the run. Adds another machine's old lock, an unfinished save, and a user's copy of a
+    checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -406,7 +403,7 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     """Kills the run and starts it on two "machines" with one rank each. The second machine is a mount
-    namespace in which --out is another folder. Both ranks must refuse, and nothing may be written."""
+    namespace in which --out is another folder. Both ranks must refuse and write nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -427,23 +424,21 @@ def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Returns path -> time of the last change in ns, for all files except the lock."""
     return {str(p): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
 
 
 FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_signals, "storm": by_signals,
           "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
-DISK = {"full", "read_only"}  # for these faults the run's folder has its own small file system
+DISK = {"full", "read_only"}  # these faults need a small file system for the run's folder
 DAMAGE = {"flip", "half"}  # these faults need a checkpoint
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # after these, other ranks' collectives may fail
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks' collectives can fail
 
 
 # --- the checks of a run
 
 
 def checkpoint(out: Path) -> Path:
-    """Returns the newest complete checkpoint."""
     return out / "ckpt" / f"step_{newest(out):06d}"
 
 
@@ -456,8 +451,8 @@ def newest(out: Path) -> int:
 
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """Returns the results that no fault may change: the metrics without times and memory, and the bytes of
-    the exported weights. Raises ValueError if a metric is NaN or infinite, OSError if a file is missing."""
+    """Returns what no fault may change: the metrics without times and memory, and the bytes of the exported
+    weights. Raises ValueError if a metric is NaN or infinite, OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
 
     def refuse(constant):
@@ -469,13 +464,12 @@ def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
 
 
 def files(out: Path) -> set[str]:
-    """Returns the relative paths of a run's files, samples, evaluations and complete checkpoints."""
     patterns = ("*", "samples/*", "eval/*", "ckpt/*/COMPLETE")
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# Errors in a run's output. If the disk is full, TensorBoard's writer thread ends with the traceback
-# OF_TENSORBOARD, and log.Logger makes a new writer.
+# If the disk is full, TensorBoard's writer thread ends with the traceback OF_TENSORBOARD, and log.Logger
+# makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -484,14 +478,12 @@ OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): 
 
 
 def lines_of(text: str) -> list[str]:
-    """Returns the lines in which a run reports a refusal or a failed write."""
     refused = dict.fromkeys(re.findall(r"train\.py: (.*; needed: .*)", text))
     return [*refused, *re.findall(r"^!! .*(?:failed|can't write).*", text, re.M)]
 
 
 def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
-    """Returns what is wrong with a struck run, in words; an empty list if it is ok. want: folder of the
-    undisturbed run. codes: exit statuses of the agents."""
+    """Returns what is wrong with a struck run, in words. want: folder of the undisturbed run."""
     text, fault, wrong = nodes.text(), nodes.order["fault"], []
     lines, resumed = lines_of(text), resumed_after(text)
     refused = [line for line in lines if not line.startswith("!!")]
@@ -526,8 +518,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Makes the run's folder. For a fault of DISK, mounts a small file system there. At the end unmounts it
-    and leaves a copy of the files in the folder's place. Raises Skipped if mounting is not allowed."""
+    """Makes the run's folder, on a small file system for a fault of DISK. Raises Skipped if mounting is not
+    allowed."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -546,13 +538,12 @@ def place(out: Path, fault: str) -> Iterator[None]:
 
 
 def remove(out: Path) -> None:
-    """Removes a run's folder and the paths beside it named FOLDER.*: logs and messages."""
     for path in [out, *out.parent.glob(f"{out.name}.*")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run and restarts it until it is complete. Returns its result line; None without a strike."""
+    """Strikes a run and restarts it until it is complete. Returns None without a strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -579,8 +570,8 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns when the fault may strike: phase -> list of (number of the visit, length of the visit in s)."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # when the first checkpoint was complete
+    """Returns when the fault can strike: phase -> list of (number of the visit, length of the visit in s)."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # time of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}
@@ -599,8 +590,9 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as `chosen` (from `choose`). Repeats the run with an
-    earlier strike if the strike came too late, and with a later one if no checkpoint existed to damage."""
+    """Returns the result line of a run that is struck as `chosen` (from `choose`). A strike that came too
+    late is repeated earlier. A strike before the first checkpoint, which it should damage, is repeated
+    later."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}
@@ -624,7 +616,6 @@ def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng
 
 
 def undisturbed_run(args: argparse.Namespace, out: Path) -> Visits:
-    """Trains in `out` without a fault. Returns the visits of rank 0 to each phase."""
     order = {"fault": "", "phase": "", "rank": 0, "out": str(out), "file": f"{out}.struck"}
     out.mkdir()
     began, nodes = time.monotonic(), Nodes(args.nodes, args.base, out, args.namespaces, order)
@@ -660,7 +651,7 @@ def main() -> None:
     from configs import user_errors
     from tools.tiny import build
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends processes and unmounts
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # then `finally` ends processes and unmounts
     rng = random.Random(args.seed)
     with user_errors("chaos.py"):
         out = new_folder(args.out)
@@ -683,7 +674,7 @@ def main() -> None:
     say({"runs": args.runs, "ok": len(done) - bad, "skipped": len(rows) - len(done),
          "phases": Counter(row["phase"] for row in done), "faults": Counter(row["fault"] for row in done)})
     if not bad:
-        shutil.rmtree(out)  # this program made the folder
+        shutil.rmtree(out)
     sys.exit(bad > 0)
 
 

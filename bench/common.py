@@ -1,4 +1,4 @@
-"""Functions that several benches use: command lines, JSON lines, folders and torchrun."""
+"""Functions that several benches use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line. Each keyword argument is a flag and its default value. The flag has the type
-    of its default: False makes a switch, a tuple takes any number of words. doc: the text of --help."""
+    """Parses the command line. Each keyword argument is a flag with its default value. False makes a switch,
+    and a tuple takes any number of words. `doc` is the text of --help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -32,13 +32,12 @@ def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
 
 
 def say(row: dict) -> None:
-    """Prints a row as a JSON line."""
     print(json.dumps(row), flush=True)
 
 
 def new_folder(out: str) -> Path:
-    """Returns the absolute path of --out. Raises UserError if it is neither new nor an empty folder."""
-    from configs import require  # not at the top: vs_trl.py imports this file in TRL's environment too
+    """Returns the absolute path of --out. Raises UserError if the path exists and is not an empty folder."""
+    from configs import require  # not at the top: bench/vs_trl.py imports this file in TRL's environment
 
     path = Path(out).absolute()
     require(not path.exists() or path.is_dir() and not any(path.iterdir()), f"{path} is not empty",
@@ -47,19 +46,19 @@ def new_folder(out: str) -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Returns the environment variables for a rank that this process starts."""
     return os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """Returns the command that runs Python with the arguments `words`; several ranks run under torchrun."""
+    """Returns the command that runs Python with the arguments `words`, under torchrun if there are several
+    ranks."""
     return [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *map(str, words)]
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Makes each call (function, file for its output) in a fork of this process, `jobs` at a time. Forks
-    start fast, because this process has already imported all modules. When a call ends, yields (index of the
-    call, exit status)."""
+    """Makes each call (function, file for the output) in a fork of this process, `jobs` at a time. When a
+    call ends, yields (index of the call, exit status). A fork starts fast, because all modules are already
+    imported."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -81,6 +80,5 @@ def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Ite
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a Markdown table."""
     lines = (head, ["---"] * len(head), *rows)
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)

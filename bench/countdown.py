@@ -2,7 +2,7 @@
 
     torchrun … train.py tiny-grpo --model BASE --data BASE/train.jsonl --reward bench/countdown.py:reaches
 
-The problem `8,3,4,2>22=` means: reach 22 with the numbers 8, 3, 4 and 2. An answer is `((8-3)*4)+2`.
+The problem `8,3,4,2>22=` means: reach 22 with the numbers 8, 3, 4 and 2. A right answer is `((8-3)*4)+2`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fractions import Fraction
 
 
 def reaches(response: str, answer: str, kind: str) -> float:
-    """Returns 1.0 if the last boxed answer of `response` is right, else 0.0. It is right if it has the value
-    of `answer` and uses the same four numbers."""
+    """Returns 1.0 if the last boxed answer has the value of `answer` and uses the same four numbers, else
+    0.0."""
     boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
     return float(bool(boxes) and read(boxes[-1]) == read(answer))
 
@@ -25,6 +25,6 @@ def read(text: str) -> tuple[list[str], Fraction] | None:
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)
     x = Fraction(digits[0])
     for sign, n in zip(signs, map(int, digits[1:]), strict=True):
-        # `n or 1` avoids a division by 0. An answer with a 0 is wrong anyway: no problem has a 0.
+        # `n or 1` avoids a division by 0. No problem has a 0, so an answer with a 0 is wrong anyway.
         x = {"+": x + n, "-": x - n, "*": x * n, "/": x / (n or 1)}[sign]
     return sorted(digits), x

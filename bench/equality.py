@@ -9,10 +9,10 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs have f
     second    204 older pairs of the same file, from before the grader's second revision
 
 Three graders judge each pair: grading/answers.py (`after`), reward.py as of the commit --before (`before`),
-and math-verify with its own extraction of answers.
+and math-verify. Prints one JSON line per grader and part.
 
---failures prints each wrong verdict of grading/answers.py, except on the unseen third. Prints one JSON line
-per grader and part. With --unseen, also writes bench/results/equality.md and .json.
+--failures prints each wrong verdict of grading/answers.py, except on the unseen third. --unseen writes
+bench/results/equality.md and .json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bench.common import RESULTS, ROOT, arguments, markdown, say
 from bench.equality_pairs import Pair, pairs
 from grading.answers import grade
 
-SECONDS = 5  # limit of CPU seconds for one pair; a grader that takes longer refuses the answer
+SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
 
 
 PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
@@ -41,11 +41,10 @@ PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
 
 
 class Late(BaseException):
-    """Raised at a timeout. It is not an Exception, because sympy catches every Exception."""
+    """Raised at a timeout. Not an Exception, because sympy catches every Exception."""
 
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
-    """Returns the function `grade` of reward.py as it was in a commit."""
     source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reward_before.py")
@@ -57,7 +56,6 @@ def earlier(commit: str) -> Callable[[str, str], bool]:
 
 
 def math_verify(answer: str, gold: str) -> bool:
-    """Returns math-verify's verdict on an answer, called as in its README."""
     from math_verify import parse, verify
 
     boxes = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
@@ -65,7 +63,7 @@ def math_verify(answer: str, gold: str) -> bool:
 
 
 def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
-    """Returns whether the grader accepts the pair; False if the grader raises, or takes SECONDS."""
+    """Returns whether the grader accepts the pair; False if the grader raises or takes more than SECONDS."""
     def late(*_):
         raise Late
 
@@ -80,7 +78,6 @@ def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
 
 
 def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
-    """Returns the percent of the right answers that are refused, and of the wrong ones that are accepted."""
     wrong = Counter((p.same, p.same != v) for p, v in zip(cases, verdicts, strict=True))
     percent = {}
     for name, same in (("refused", True), ("accepted", False)):
@@ -100,19 +97,18 @@ def foreign() -> list[Pair]:
 
 
 def part(pair: Pair) -> str:
-    """Returns the name of the pair's part, a key of PARTS."""
     first = pair.category.split()[0]
     return first if first in PARTS else "unseen" if pair.unseen else "seen"
 
 
 def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, float]:
-    """Returns the percentages of `count` for the pairs of one part. name: a key of PARTS."""
     chosen = [i for i, p in enumerate(cases) if part(p) == name]
     return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table of `refused / accepted` in percent, by category or part and by grader."""
+    """Returns a Markdown table by category or part and by grader. A cell is the percent `refused /
+    accepted`."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []

@@ -1,17 +1,17 @@
 r"""Synthetic pairs of an answer and a gold answer, by category. Each pair has the right verdict.
 
-`pairs()` draws numbers from a seed, so it always returns the same pairs. Most pairs come from the templates
-in equality_pairs.txt. A category there has a name, random variables, one or more gold answers (one is drawn),
-other ways to write the gold answer (`right`), and answers that are nearly right (`wrong`):
+Most pairs come from the templates in equality_pairs.txt. A template has a name, random variables, one or more
+gold answers (one is drawn), other ways to write the gold answer (`right`), and answers that are nearly right
+(`wrong`):
 
     powers: a, b = r.choice([2, 3, 5]), r.randint(20, 60)
       gold  «a»^{«b»}
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-What counts as equal here:
+The rules by which answers are equal:
 - Two forms of the same value are equal: `\sqrt{242}` and `11\sqrt{2}`.
-- But if the gold answer is a plain number, a sum that still has to be computed (`3+4`) is wrong.
+- If the gold answer is a plain number, a sum that still has to be computed (`3+4`) is wrong.
 - A unit must be the gold answer's unit or be left out. Units are not converted. A percent is a hundredth.
 - A decimal is right if its relative error is at most one in a million.
 - Words and letters are compared as text.
@@ -32,11 +32,11 @@ class Pair(NamedTuple):
     answer: str
     gold: str
     same: bool
-    unseen: bool  # whether the pair belongs to the third that nobody looks at while improving the grader
+    unseen: bool  # nobody looks at these pairs while improving the grader
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns all pairs, each once. For about a third of the gold answers, all pairs are unseen."""
+    """Returns all pairs, each once. A hash of the gold answer decides which pairs are unseen (a third)."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -44,7 +44,7 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
             for (answer, gold), (name, same) in found.items()]
 
 
-# --- the templates; their random variables use the generator `r` and the three lists below
+# --- the templates
 
 LENGTHS = [("cm", "centimeters", "m", "inches"), ("m", "meters", "feet", "km"),
            ("km", "kilometers", "miles", "m"), ("ft", "feet", "m", "yards"), ("mm", "millimeters", "cm", "m"),
@@ -58,8 +58,8 @@ WORDS = ["Tuesday", "Evelyn", "ellipse", "parabola", "hyperbola", "odd", "isosce
 
 
 def fill(template: str, values: dict) -> str:
-    """Returns the template with each expression in «» replaced by its value. An expression may end with a
-    format: `«a / b:.3f»`. values: name -> value of the variables in the expressions."""
+    """Returns the template with each expression in «» replaced by its value. An expression can end with a
+    format: `«a / b:.3f»`."""
     def value(match):
         expression, form = re.fullmatch(r"(.*?)(?::([<>,.\dbf]*))?", match[1]).groups()
         return format(eval(expression, values), form or "")
@@ -68,7 +68,7 @@ def fill(template: str, values: dict) -> str:
 
 
 def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (category, answer, gold, whether they are equal). Each category is drawn `draws` times."""
+    """Yields (category, answer, gold, whether they are equal)."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     for category in text.strip().split("\n\n"):
         head, *lists = re.split(r"\n  (?:gold |right|wrong) ", category)
@@ -85,7 +85,7 @@ def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
                     yield name.replace("_", " "), fill(template, values), gold, same
 
 
-# --- gold answers of many kinds, rules RIGHT that rewrite them, and rules WRONG that make them wrong
+# --- rules that change a gold answer
 
 GOLDS = r"""
 numbers | 7 | -13 | 204 | 2048 | 1000000 | 3.75 | -0.125 | .5 | 120 | 025 | 6.02 \times 10^{23} | 10! |
@@ -115,7 +115,7 @@ letters | A | \text{(C)} | \text{B} | D, E | \text{A, C, E}
 ratios | 3:5 | 2:3:4 | 7:30
 """
 
-RIGHT = [  # rules: answer -> the same answer, maybe rewritten. `varied` takes five at random, in this order
+RIGHT = [  # functions that rewrite an answer without changing what it means
     lambda t: t.replace(r"\frac", r"\dfrac"),
     lambda t: t.replace("(", r"\left(").replace(")", r"\right)") if "_" not in t else t,
     lambda t: t.replace("+", " + ").replace("=", " = "), lambda t: re.sub(r",(?=[^!}])", r",\\,", t),
@@ -135,8 +135,8 @@ RIGHT = [  # rules: answer -> the same answer, maybe rewritten. `varied` takes f
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. A first digit may stay the
-    same, so the caller drops results that are equal to `t`."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. A first digit can stay the
+    same."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

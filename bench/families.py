@@ -3,11 +3,11 @@
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
 Compares log-probs, gradients, engines and exports of every model of tests/families.py. The models have two
-layers with random weights in fp32. Each config sets values that differ from the family's defaults.
+layers with random weights in fp32, and settings other than the family's defaults.
 
-Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only the other
-models keep their rows. vLLM runs in a new process for each model, which takes about 20 s. The exit status is
-1 if a difference is above its limit.
+Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
+models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
+limit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from bench.common import RESULTS, ROOT, arguments, environment, markdown, say
 sys.path.append(str(ROOT / "tests"))
 import families
 
-# Largest allowed differences. log-probs, engines, exported policy: in nats. gradient: norm of the difference
-# divided by the norm of the gradient. exported critic: in units of the values.
+# Largest allowed differences. `gradient` is the norm of the difference divided by the gradient's norm.
+# `exported critic` is in units of the values. The others are in nats.
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
     """Returns name in LIMITS -> largest difference, for the model in the folder `path`. If a difference was
-    not measured, a text says why."""
+    not measured, the value is a text with the reason."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -46,7 +46,8 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns vLLM's difference or an error text. Starts a new process: vLLM allows one engine in each."""
+    """Returns vLLM's difference or an error text. Runs in a new process, because vLLM allows one engine per
+    process."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
@@ -58,8 +59,7 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes the results in the order of `names`. Models that are not in `rows` keep their earlier row.
-    Returns the Markdown table."""
+    """Writes the results. Models that are not in `rows` keep their earlier row."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}
@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.vllm_engine:
         say(families.compare_vllm([args.vllm_engine])[0])
-        os._exit(0)  # skips vLLM's exit handlers, which would wait
+        os._exit(0)  # without vLLM's exit handlers, which would hang
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only or families.MODELS:

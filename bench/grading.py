@@ -2,14 +2,13 @@
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-Typical answers are like those of mathematical data sets: integers, fractions, radicals, expressions,
-intervals, sets, tuples and units. All are submitted at once. No two are equal, because the grader remembers
+Typical answers are like those of mathematical data sets. No two are equal, because the grader remembers
 grades. `math_verify_a_second` counts only the answers that need math-verify in a worker process.
 
 Hostile answers try to break the grader. They are the answers of tests/test_reward.py, each in five variants.
 
-Prints one JSON line for each of the two parts. The exit status is 1 if a typical answer gets a wrong grade or
-a hostile answer is graded as correct.
+Prints a JSON line for typical and one for hostile answers. The exit status is 1 if a typical answer gets a
+wrong grade or a hostile answer is graded as correct.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def box(answer: str) -> str:
 
 
 def descriptors(grader: Grader) -> list[int]:
-    """Returns the number of open files of this process, and of the server process that forks workers."""
     return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader._process.pid)]
 
 

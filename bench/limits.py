@@ -11,7 +11,6 @@ import torch
 
 
 def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """Calls f() `rounds` times. Returns the shortest time of a call in seconds, including the GPU's work."""
     best = float("inf")
     for _ in range(rounds):
         began = time.perf_counter()
@@ -23,7 +22,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the memory bandwidth of a copy of a large tensor: bytes read plus bytes written, per second."""
+    """Returns the bytes read plus the bytes written per second, when a large tensor is copied."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -31,7 +30,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the FLOP per second of a product of two large random matrices."""
+    """Returns the FLOP per second of a product of two large matrices."""
     n = 8192 if device.type == "cuda" else 1536
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: x @ y, device)
@@ -56,13 +55,11 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
 
 
 def _status(name: str) -> int:
-    """Returns a value of /proc/self/status in bytes. name: for example VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device's name as it stands in the results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name()
     return f"cpu, {torch.get_num_threads()} threads"

@@ -1,15 +1,14 @@
-"""Measures the host memory that a rank needs to load its shard of a model.
+"""Measures the host memory that a rank needs to load its shard of a model, as train.py does.
 
     python -m bench.loading [--size 1.5b] [--layers 16] [--ranks 2] [--folder runs/loading]    # 1B parameters
 
-Each rank loads its shard of a policy as train.py does. The default model takes 2 GB of disk. Prints one JSON
-line per rank:
-    share_gib        the rank's share of the fp32 weights
+The default model takes 2 GB of disk. Prints one JSON line per rank:
+    share_gib        size of the rank's shard in fp32
     peak_gib         peak memory while loading, minus the memory before
     by_share         peak_gib / share_gib; about 1 if the rank reads only its own slices
     bound_gib        1.3 × share_gib + one layer
     within           whether peak_gib is within the bound
-    file_pages_gib   pages of the mapped files, which the kernel may free. They are not part of peak_gib.
+    file_pages_gib   pages of the mapped files, which the kernel can free. They are not part of peak_gib.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def memory() -> dict[str, float]:
 
 
 def load(folder: str) -> None:
-    """Loads the policy on this rank, watches the memory meanwhile, and prints the JSON line."""
     import dist
     from model import load_policy
     from tools.plan import read_shape

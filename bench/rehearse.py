@@ -5,9 +5,8 @@
 Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save.
 Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
 
-This tests what often fails first on a cluster: the rendezvous of four agents, 32 ranks in one mesh, a sharded
-save, and a resume on another number of ranks. Prints a JSON line per phase: its seconds, and by how many GiB
-the machine's available memory fell at most. --out must be a new or empty folder. It is removed at the end.
+Prints a JSON line per phase: its seconds, and by how many GiB the machine's available memory fell at most.
+--out must be a new or empty folder. It is removed at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from log import read_metrics
 
 
 def available_gb() -> float:
-    """Returns the kernel's estimate of the machine's available memory, in GiB."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     line = next(x for x in lines if x.startswith("MemAvailable"))
     return int(line.split()[1]) / 2**20
@@ -75,7 +73,7 @@ def main() -> None:
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and "resumed after 2 steps" in text, rows
     say({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
          "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True})
-    shutil.rmtree(out)  # this program made the folder
+    shutil.rmtree(out)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
                             [--tokens 256] [--rounds 5]
 
 The engine and the trainer's policy are in one process, as in train.py. Prints one JSON line per measurement,
-with medians over the rounds after the first. The sampling speed stands beside that of vLLM's own `generate`
-(`bare_vllm`) and an upper bound (`limit`). The bound assumes that a decoding step reads the weights and the
-cached keys and values once, as fast as this device copies a tensor.
+with medians over the rounds after the first. `bare_vllm` is the sampling speed of vLLM's own `generate`.
+`limit` is an upper bound: it assumes that a decoding step reads the weights and the cached keys and values
+once, as fast as this device copies a tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from rollout import ENGINES, make_engine
 
 
 def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
-    """Samples with vLLM's own `generate`, without log-probs. Returns the number of sampled tokens."""
     from vllm import SamplingParams
 
     engine.llm.reset_prefix_cache()
@@ -42,8 +41,7 @@ def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
 
 
 def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Namespace, seed: int) -> dict:
-    """Wakes the engine once and samples. Returns name -> number: tokens per second of the engine and of bare
-    vLLM, GB of synced weights, and the seconds and memory that the engine's ledger measured."""
+    """Wakes the engine once and samples. Returns name -> measured number."""
     figures = {}
     with engine.awake(weights, version=seed):
         start = time.perf_counter()
@@ -58,13 +56,12 @@ def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Name
 
 
 def bytes_of_weights(engine) -> int:
-    """Returns the size of the engine's weights."""
     return engine.dtype.itemsize * sum(p.numel() for p in engine.policy.parameters())
 
 
 def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: float) -> float:
     """Returns an upper bound of the tokens per second: each decoding step reads the weights and the cached
-    keys and values once. bandwidth: bytes per second, read and written."""
+    keys and values once. `bandwidth` is in bytes per second."""
     c = engine.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * engine.dtype.itemsize  # per token
@@ -74,7 +71,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> its values, as medians over the rounds. Memory is the last round's."""
+    """Returns name of a measurement -> median over the rounds. Memory is the last round's."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}
@@ -110,7 +107,7 @@ def main() -> None:
     for i in range(args.rounds + 1):
         weights = dist.full_weights(policy, world.device)
         rounds.append(measure_round(engine, name, weights, prompts, args, i))
-    bandwidth = copy_bandwidth(world.device)  # torch keeps its memory, which the ledger must not count
+    bandwidth = copy_bandwidth(world.device)  # after the rounds: the ledger must not count this memory
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     facts = {"bench": "rollout", "device": device, "engine": name, "torch": torch.__version__,
              "vllm": sys.modules["vllm"].__version__ if name == "vllm" else None, "dtype": str(world.dtype),

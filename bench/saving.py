@@ -3,11 +3,11 @@
     torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20]
              [--out runs/saving]
 
-A save has two costs. Training waits for the copy to host memory. Then a thread writes the files, which slows
-the steps that run meanwhile. All blocks belong to one run of the demo. Prints one JSON line:
+Training waits for the copy to host memory. Then a thread writes the files, which slows the next steps. Prints
+one JSON line:
     waits_s            seconds that training waits for the copy
-    difference_share   share by which a save makes a block slower: mean over the pairs of blocks, without the
-                       lowest and the highest tenth
+    difference_share   by how much a save makes a block slower, divided by the time of a block without a save.
+                       It is a mean over the pairs of blocks, without the lowest and the highest tenth.
     cpu_share          the same in CPU seconds of this rank, which other programs disturb less
 """
 
@@ -27,7 +27,7 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """Returns the sorted values without the lowest and the highest tenth (outliers of a busy machine)."""
+    """Returns the sorted values without the lowest and the highest tenth."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 
@@ -40,7 +40,7 @@ def differences(blocks: dict[bool, list[float]]) -> list[float]:
 
 def main() -> None:
     args = arguments(__doc__, model="runs/tiny-base-0", pairs=20, preset="tiny-ppo", out="runs/saving")
-    still = 1e-30  # a learning rate that changes no weight. So every block does the same work.
+    still = 1e-30  # a learning rate that changes no weight, so every block does the same work
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
@@ -50,7 +50,7 @@ def main() -> None:
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
-    run.start = 1  # leaves out step 0, which prints samples
+    run.start = 1  # step 0 is left out, because it prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
         # The order is without, with, with, without. So a slow drift of the machine's speed cancels.
         saves = block % 4 in (1, 2)
@@ -84,7 +84,7 @@ def main() -> None:
     run.lock.release()
     dist.gather(None)
     if run.world.main:
-        shutil.rmtree(out)  # this program made the folder
+        shutil.rmtree(out)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
     python -m bench.scaling [--base runs/tiny-base-0] [--size tiny] [--rounds 3] [--only ranks lengths]
 
-ranks: seconds of whole steps of tiny-grpo (bench/step.py). Either the total work is fixed, or the work of a
-rank. Each round runs every case once. The result is the median over the rounds.
-
+ranks: seconds of whole steps of tiny-grpo (bench/step.py), with a fixed total work or a fixed work per rank.
 lengths: seconds of the trainer's phases (bench/train.py) over 16,384 tokens. A segment is a prompt with its
-response. The head computes the response tokens only.
+response.
 
 Prints one JSON line per result, then a table. Both go to bench/results/scaling.json and scaling.md.
 """
@@ -33,7 +31,7 @@ LENGTH_CASES = {  # what grows -> arguments of bench/train.py, one dict per case
 
 
 def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits with its last errors if it fails."""
+    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits with the last errors if it fails."""
     command = torchrun(ranks, "-m", f"bench.{script}", *args)
     done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
                           check=False)
@@ -43,7 +41,6 @@ def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) ->
 
 
 def by_ranks(base: str, rounds: int) -> list[dict]:
-    """Returns one row per case of RANK_CASES, with the seconds of a step."""
     seconds: dict[tuple, list[float]] = {case: [] for case in RANK_CASES}
     for _ in range(rounds):
         for case in RANK_CASES:
@@ -64,7 +61,6 @@ def by_ranks(base: str, rounds: int) -> list[dict]:
 
 
 def by_lengths(size: str) -> list[dict]:
-    """Returns one row per case of LENGTH_CASES and phase, with the phase's µs per token and its memory."""
     rows = []
     for by, cases in LENGTH_CASES.items():
         for case in cases:
@@ -81,14 +77,14 @@ def by_lengths(size: str) -> list[dict]:
 
 
 def ranks_table(rows: list[dict]) -> str:
-    """Returns a Markdown table: the seconds of a step by ranks and threads."""
     return markdown(("work fixed", "ranks × threads", "samples a step", "s a step", "samples a second"),
                     [(r["fixed_work"], f"{r['ranks']} × {r['threads_a_rank']}", r["samples"],
                       f"{r['step_s']:.3f}", r["samples_per_s"]) for r in rows])
 
 
 def lengths_table(rows: list[dict], by: str) -> str:
-    """Returns a Markdown table: µs per token of each phase, and the largest memory. by: see LENGTH_CASES."""
+    """Returns a Markdown table: µs per token of each phase, and the largest memory. by: a key of
+    LENGTH_CASES."""
     sizes = list(dict.fromkeys(r[by] for r in rows))
     lines = [(phase, *(f"{r['us_a_token']:.1f}" for r in rows if r["phase"] == phase))
              for phase in dict.fromkeys(r["phase"] for r in rows)]
@@ -98,7 +94,6 @@ def lengths_table(rows: list[dict], by: str) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns the Markdown tables of all rows."""
     of = {by: [r for r in rows if r["by"] == by] for by in ("ranks", *LENGTH_CASES)}
     return "\n".join(ranks_table(some) if by == "ranks" else lengths_table(some, by)
                      for by, some in of.items() if some)

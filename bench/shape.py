@@ -2,9 +2,8 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has problems to train on (train.jsonl, sums). The tokenizer is the demo's: its tokens are
-bytes and a few tags. The vocabulary is as large as the real model's. So the tokenizer has no text for most
-tokens that the model samples.
+The folder also has sums to train on (train.jsonl). The tokenizer is the demo's, but the vocabulary is as
+large as the real model's. So most tokens that the model samples have no text.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape of tools/plan.py. `layers`, `vocab`: 0 is the shape's."""
+    """Returns the Hugging Face config of a shape of tools/plan.py. With 0, `layers` and `vocab` are the
+    shape's."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -31,7 +31,7 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
     """Writes the folder `out`: bf16 weights drawn from N(0, 0.02²), tokenizer and train.jsonl. Returns its
-    path. `layers`, `vocab`: as in config_of. `chat`: give the tokenizer a chat template."""
+    path. `chat` gives the tokenizer a chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -3,9 +3,9 @@
     python -m bench.step tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
-Runs the loop of train.py and takes all flags of train.py. By default there are 12 steps, no evaluation and no
-checkpoint. Prints one JSON line per measurement: medians of metrics over the steps after the third. `mfu` is
-the run's FLOP per second divided by those of a large matrix product on this device.
+Takes all flags of train.py. By default there are 12 steps, no evaluation and no checkpoint. Prints one JSON
+line per measurement: medians over the steps after the third. `mfu` is the run's FLOP per second divided by
+those of a large matrix product on this device.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bench.limits import device_name, matmul_flops
 from configs import Config, parse, require, user_errors
 from log import read_metrics
 
-WARMUP = 3  # the first steps, which are not measured
+WARMUP = 3
 PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample, or run a model
 
 
 def phases_of(row: dict) -> dict[str, float]:
-    """Returns phase -> seconds, for one step. row: the step's metrics."""
+    """Returns phase -> seconds, from one step's metrics."""
     return {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and k != "time/step"}
 
 
@@ -61,13 +61,13 @@ def main() -> None:
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     peak = matmul_flops(world.device, world.dtype)
     with tempfile.TemporaryDirectory() as own_folder:
-        folder = dist.gather(own_folder)[0]  # all ranks use the folder of rank 0
+        folder = dist.gather(own_folder)[0]
         run = train.prepare(replace(cfg, out=f"{folder}/run", go=True))
         train.train(run)
         run.grader.close()
         run.log.close()
         rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
-        dist.gather(None)  # waits for all ranks, because rank 0 removes the folder that they read
+        dist.gather(None)  # waits, because rank 0 will remove the folder that all ranks read
     if not world.main:
         return
     require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")

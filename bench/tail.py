@@ -2,7 +2,7 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-The simulator knows the cost of a decoding step, by batch size and context. It takes an H100's speeds from
+The simulator knows the cost of a decoding step, by batch size and context, at the speeds of an H100 in
 tools/plan.py. Response lengths are random. The rules:
     whole       each response is sampled to its end by one engine
     one round   --round_len at the length limit: like `whole`, plus the time for the messages of a round
@@ -10,8 +10,8 @@ tools/plan.py. Response lengths are random. The rules:
     carry X     --round_len and --carry: the next step continues unfinished responses with new weights
     ideal       a lower bound that no rule reaches: all engines always decode a full batch
 
-Prints for each rule the seconds of a rollout, and `idle`: the share of the engines' time in which they wait
-for other engines. --out writes one JSON line per rule.
+Prints for each rule the seconds of a rollout, and `idle`: the fraction of the engines' time in which they
+wait for other engines. --out writes one JSON line per rule.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from data import step_of
 from rollout import PROMPTS_PER_ENGINE, moves
 from tools import plan
 
-STEPS, WARM = 16, 6  # steps of a simulation; the first WARM of them are not counted
+STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations, then the cores that run the engines and their speeds."""
+    """Seconds of an engine's operations. The last three fields are about the CPU cores that run the
+    engines."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, by (responses, cached tokens)
-    prefill: float  # one cached token that must be computed again: after new weights or a move
-    response: float = 0.0  # one response in a round, in addition to its tokens
-    round: float = 0.0  # one round, in addition to its responses and tokens
-    exchange: float = 0.0  # one message to all engines: one in each round, and with --round_len two in a step
-    cores: int = sys.maxsize  # number of cores; engine i runs on core i % cores
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, from (responses, cached tokens)
+    prefill: float  # a cached token that is computed again, after new weights or a move
+    response: float = 0.0  # a response in a round, without its tokens
+    round: float = 0.0  # a round, without its responses and tokens
+    exchange: float = 0.0  # a message to all engines: one per round, and with --round_len two more per step
+    cores: int = sys.maxsize  # engine i runs on core i % cores
     beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
     shared: float = 1.0  # speed of a core that runs several engines, for all of them together
 
@@ -58,8 +59,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds of one engine. Trajectory i has context[i] tokens, and gets tokens[i] more. At most
-    `slots` trajectories run at once. When one ends, the next one starts."""
+    """Returns the seconds in which one engine adds tokens[i] tokens to the context[i] tokens of each
+    trajectory i. At most `slots` trajectories run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -74,36 +75,37 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: time of engine i with a core for itself."""
+    """Returns the seconds until the last engine ends. seconds[i] is the time of engine i on a core of its
+    own."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
         own = cost.beside if len(of_core) == cost.cores else 1.0
         speeds = {i: (own if (n := of_core[i % cost.cores]) == 1 else cost.shared) / n for i in left}
-        passed = min(s / speeds[i] for i, s in left.items())  # until the first engine ends
+        passed = min(s / speeds[i] for i, s in left.items())
         elapsed += passed
         left = {i: rest for i, s in left.items() if (rest := s - passed * speeds[i]) > 1e-9}
     return elapsed
 
 
 class Simulation:
-    """Simulates the rollouts of consecutive steps. prompt: prompt length in tokens. lengths(count): draws the
-    response lengths of one prompt. A trajectory is a prompt with the response so far."""
+    """Simulates the rollouts of consecutive steps. `prompt` is the prompt's length in tokens. lengths(count)
+    draws the response lengths of one prompt."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
         self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
-        # Keys are (number of the prompt, number of the sample). A segment is (version, tokens): the version
-        # is the step whose weights sampled these tokens.
-        self.going = {}  # key of an unfinished trajectory -> [tokens left, tokens so far, segments]
-        self.ended = {}  # key of a finished trajectory that no step has used -> segments
-        self.next = 0  # number of the next new prompt
+        # A key is (number of the prompt, number of the sample). A segment is (version, tokens): the step
+        # whose weights sampled these tokens, and their number.
+        self.going = {}  # unfinished: key -> [tokens left, tokens so far, segments]
+        self.ended = {}  # finished, and not used by a step yet: key -> segments
+        self.next = 0
 
     def step(self, step: int) -> dict[str, float]:
-        """Simulates one step's rollout. Returns `seconds`, `idle` (share of the engines' time), `staleness`
-        and `oldest` (mean and largest age of the weights that sampled its tokens, in steps), `tokens`."""
+        """Simulates one step's rollout. `staleness` and `oldest` are the mean and largest age, in steps, of
+        the weights that sampled the tokens. `idle` is a fraction of the engines' time."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # the cache of carried trajectories must be computed again with new weights
+        moved = set(self.going)  # new weights make the cache of carried trajectories invalid
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -138,8 +140,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates one round of one engine. keys: the engine's trajectories. moved: keys whose cache must be
-        computed again. Returns the seconds of the round."""
+        """Simulates one round of one engine and returns the seconds. `moved`: keys whose cache must be
+        computed again."""
         if not keys:
             return 0.0
         reread = 0
@@ -161,7 +163,8 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns means of Simulation.step over the steps after the first `warm`, and the maximum of `oldest`."""
+    """Returns the mean of each number of Simulation.step, but the maximum of `oldest`. The first `warm` steps
+    are not counted."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -173,7 +176,7 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     `sigma`, at most `cap`, and about `mean` on average. alike: correlation of the lengths' logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
-    for _ in range(30):  # raises the center until the mean after the cut is right
+    for _ in range(30):  # until the mean of the cut lengths is `mean`
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):
@@ -183,12 +186,12 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     return draw
 
 
-# --- the cost on H100s, by the speeds of tools/plan.py
+# --- the cost on H100s
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and its engine's cost on H100s. A decoding step takes the longer of two times: to
-    read weights and cache, or to compute the products."""
+    """Returns the preset and its engine's cost on H100s. A decoding step reads weights and cache while it
+    computes, so it takes the longer of the two times."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -204,7 +207,7 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
-    """Simulates a preset under each rule. Returns one row per rule. mean, sigma, alike: see `lognormal`."""
+    """Returns one row per rule. mean, sigma, alike: see `lognormal`."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
     cfg = replace(cfg, tp=1)  # the simulator has one rank per engine; `cost` is that of the whole engine
@@ -222,7 +225,6 @@ def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: 
 
 
 def show(rows: Sequence[dict]) -> None:
-    """Prints the rows of `table`."""
     first = rows[0]
     print(f"\n{first['preset']} on {first['gpus']} H100: responses of {first['mean']:,} tokens on average, "
           f"log-normal with sigma {first['sigma']}, at most {first['cap']:,};\n"

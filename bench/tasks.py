@@ -12,9 +12,8 @@
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
-The last third of the pretraining texts contains errors, so that the base model solves few problems. Some of
-these texts guess the answer (not in `countdown`). In `chain`, `product` and `think`, the other texts of this
-third contain wrong numbers. In `countdown`, they try wrong signs.
+The last third of the pretraining texts contains errors (guesses, wrong numbers, wrong signs), so that the
+base model solves few problems.
 """
 
 from __future__ import annotations
@@ -28,28 +27,29 @@ from configs import OPEN_R1_SYSTEM, user_errors
 from tools import tiny
 from tools.tiny import GUESSES, Task, add, guess, make_tokenizer
 
-PROBLEMS = 8100  # number of problems of a task, with the held-out problems
+PROBLEMS = 8100  # problems of a task, including the held-out ones
 TOOL_TAGS = ("<tool>", "</tool>", "<result>", "</result>")
 CHAT_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", OPEN_R1_SYSTEM)  # the system prompt is a single token
 CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
 {{ turn.content }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")  # idle words of the task `think`
-# Styles of a text: (what stands before the problem, what stands after it, form of the response).
+IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")
+# Style of a text: (what stands before the problem, what stands after it, form of the response).
 ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
            "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
 RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
-# --- functions that write a text: a problem's numbers -> (problem, thought, answer)
+# --- functions that write a text
 
-# `slip`: probability of a wrong number in each step of the thought.
+# Each function returns (problem, thought, answer) for a problem's numbers. With probability `slip`, a number
+# in the thought is wrong.
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """Returns the number that a text writes for x: x, or with probability `slip` a wrong number near x."""
+    """Returns x, or with probability `slip` a wrong number near x."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
@@ -64,7 +64,6 @@ def tool(numbers, rng, slip):
 
 
 def chain(numbers, rng, slip):
-    """Writes a sum of several numbers, added one after the other."""
     total, thought = numbers[0], str(numbers[0])
     for n in numbers[1:]:
         total = said(total + n, rng, slip)
@@ -90,14 +89,14 @@ def think(numbers, rng, slip):
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
         return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
-    if work != add(*numbers):  # the sum has a wrong number, so the answer is wrong too
+    if work != add(*numbers):  # a sum with a wrong number gets a wrong answer
         answer = str(guess(int(answer), rng))
     return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
 
 
 def countdown(numbers, rng, slip):
-    """Writes how four numbers reach a target. With `slip` the text may try other signs first, and its answer
-    may be wrong. numbers: a solution's four numbers, then its three signs, from left to right."""
+    """Writes how four numbers reach a target. numbers: a solution's four numbers, then its three signs. With
+    `slip`, the text sometimes tries other signs first, and the answer is sometimes wrong."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -109,7 +108,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns `8-3=5*4=20+2=22` and 22; None instead of 22 if a number on the way is not in 0 … 99."""
+    """Returns (`8-3=5*4=20+2=22`, 22). The second item is None if a number on the way is not an integer in 0
+    … 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -121,16 +121,17 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns random numbers and signs (4 numbers, 3 signs) that reach a result. four: use these numbers."""
+    """Returns four random numbers and three random signs that reach a result. `four`: use these four
+    numbers."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
         result = worked(numbers)[1]
-        if result is not None and (four or result >= 10):  # all targets have two digits
+        if result is not None and (four or result >= 10):  # targets have two digits
             return numbers
 
 
-# --- functions that draw a task's problems: rng -> list with the numbers of each problem, in random order
+# --- functions that draw problems
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
@@ -144,7 +145,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS random problems with different texts. draw(rng): the numbers of one problem."""
+    """Returns PROBLEMS random problems with different texts. draw(rng) returns the numbers of one problem."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -154,7 +155,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # only advances rng, so that the base model of ablations.md stays the same
+    think(drawn[0], rng, 0)  # advances rng, so that the base model of ablations.md stays the same
     return drawn
 
 
@@ -167,7 +168,6 @@ countdowns = functools.partial(distinct, work=countdown, draw=draw_countdown)
 
 
 def chat_tokenizer():
-    """Returns the demo's tokenizer with a chat template. Each of CHAT_TAGS is one token."""
     tokenizer = make_tokenizer(CHAT_TAGS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -175,9 +175,8 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py. slip: probability of a wrong number in a step, in the last third of
-    the texts. guesses: share of this third that guesses the answer. of_row: further fields of the data's
-    rows."""
+    """Returns a task for tools/tiny.py. In the last third of the texts, `slip` is the probability of a wrong
+    number in a step, and `guesses` that of a guess. `of_row` are further fields of the data's rows."""
     before, after, form = style
 
     def text(numbers, rng, final):

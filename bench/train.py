@@ -10,14 +10,13 @@ The phases:
     head       the head alone: log-probs of one pack from random hidden states, and the gradients
 
 An update has --packs packs of --pack tokens. A pack has segments of --segment tokens, a quarter of them from
-the prompt. FSDP2, chunked fp32 log-probs and AdamW are those of train.py. With --recompute N, the backward
-pass recomputes everything in the first N layers, and all but matrix products and attention in the others.
+the prompt. With --recompute N, the backward pass recomputes everything in the first N layers, and all but
+matrix products and attention in the others.
 
 Prints one JSON line per phase, with medians over the rounds after the first:
     tokens_per_s_a_rank   tokens per second of one rank
     mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
-                          6 per weight and token, plus causal attention. The head counts response tokens only.
-                          Recomputation does not count.
+                          6 per weight and token, plus causal attention, without recomputation.
     limit_s               lower bound of the seconds: FLOP, or bytes to move, at the device's measured limit
     memory_gib            peak memory of the phase minus the memory before it
 """
@@ -42,7 +41,6 @@ from model import ChunkedLogProbs, Critic, Policy, logprobs, values
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
-    """Returns a sharded model of class `kind`. Weights are drawn from N(0, 0.02²), norms are 1, biases 0."""
     with torch.device("meta"):
         model = kind(config)
     model = shard_fn(model)
@@ -57,8 +55,6 @@ def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn
 
 
 def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.device, seed: int) -> Pack:
-    """Returns a pack of about `tokens` random tokens, in segments of `segment` tokens, with rewards and
-    advantages. A quarter of each segment is the prompt."""
     rng, prompt_len = np.random.default_rng(seed), max(1, segment // 4)
     logp = np.full(segment - prompt_len, -1.0, np.float32)
     samples = []
@@ -72,7 +68,7 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 def flops(config, packs: list[Pack], head: int) -> float:
     """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
-    `head`: rows of the head (1 for a critic), which computes response tokens only."""
+    `head` is the head's number of rows (1 for a critic). The head computes response tokens only."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -87,7 +83,6 @@ def flops(config, packs: list[Pack], head: int) -> float:
 
 @torch.no_grad()
 def score(policy: torch.nn.Module, packs: list[Pack]) -> None:
-    """Computes log-probs without gradients, as train.py does before a step's first update."""
     for p in packs:
         logprobs(policy, p, 1.0)
 
@@ -108,29 +103,25 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
 
 
 def head_alone(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
-    """Computes log-probs and entropies from hidden states, and the gradients of both."""
     logp, entropy = ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
     torch.autograd.grad((logp + entropy).sum(), (hidden, weight))
 
 
 class Phases:
-    """Measures phases and prints one JSON line per phase."""
-
     def __init__(self, world: dist.World, facts: dict, rounds: int) -> None:
         self.world, self.facts, self.rounds = world, facts, rounds
-        self.peak = matmul_flops(world.device, world.dtype)  # FLOP a second
-        self.bandwidth = copy_bandwidth(world.device)  # bytes a second
+        self.peak = matmul_flops(world.device, world.dtype)  # FLOP per second
+        self.bandwidth = copy_bandwidth(world.device)  # bytes per second
         self.say({"phase": "limits", "matmul_tflops": self.peak / 1e12,
                   "copy_gb_per_s": self.bandwidth / 1e9})
 
     def say(self, row: dict) -> None:
-        """Prints a row as a JSON line on rank 0. Numbers are rounded to four digits."""
         if self.world.main:
             rounded = {k: v if isinstance(v, str) else float(f"{v:.4g}") for k, v in row.items()}
             say(self.facts | rounded)
 
     def measure(self, name: str, work, flop: float, moved: float, tokens: int) -> None:
-        """Measures work(): `flop` FLOP for `tokens` tokens, with `moved` bytes to read and write."""
+        """Measures work(), which computes `flop` FLOP for `tokens` tokens and moves `moved` bytes."""
         seconds = []
         for _ in range(self.rounds + 1):
             start = time.perf_counter()
@@ -146,7 +137,6 @@ class Phases:
 
 
 def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None) -> None:
-    """Measures the phases `logprobs`, `policy` and `critic`."""
     world = phases.world
     shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
@@ -155,8 +145,8 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
-        # Bytes that must move. A forward pass reads the weights once per pack; an update counts three times
-        # as much. AdamW reads and writes weights, gradients and moments in fp32, 32 bytes a weight.
+        # A forward pass reads the weights once per pack, and an update counts three times as much. AdamW
+        # reads and writes weights, gradients and moments in fp32: 32 bytes per weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)
@@ -167,7 +157,6 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
 
 
 def measure_head(phases: Phases, config, p: Pack) -> None:
-    """Measures the phase `head` on random hidden states."""
     world, targets = phases.world, p.tokens[p.mask]
     options = dict(device=world.device, dtype=world.dtype, requires_grad=True)
     hidden = torch.randn(len(targets), config.hidden_size, **options)

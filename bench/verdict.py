@@ -1,4 +1,4 @@
-"""Checks from a run's metrics whether its engine worked. Prints one JSON line per demand (condition).
+"""Checks from a run's metrics whether the engine worked. Prints one JSON line per demand (condition).
 
     python -m bench.verdict runs/NAME/metrics.jsonl [--steps 20]
 
@@ -29,10 +29,10 @@ def main() -> None:
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # Gap: engine and trainer round differently. At 7B with vLLM's bf16 head, others found a mean gap of 0.026
-    # nats. Stale weights or a wrong temperature give 0.1 nats or more. The limit is between the two.
-    # Memory: a sleeping vLLM keeps its CUDA graphs and kernels, 0.8 to 1.0 GiB on a stub CUDA driver that
-    # counts memory. Several GPUs add NCCL's buffers. Memory that grows is a leak.
+    # Engine and trainer round differently. At 7B with vLLM's bf16 head, others found a mean gap of 0.026
+    # nats. Stale weights or a wrong temperature give 0.1 nats or more. On a stub CUDA driver, a sleeping vLLM
+    # kept 0.8 to 1.0 GiB of CUDA graphs and kernels. On several GPUs it also keeps NCCL's buffers. Memory
+    # that grows is a leak.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

@@ -3,28 +3,20 @@
     python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
 Both train the same model on the same prompts with the same reward function and learning rate. A step has 16
-prompts × 8 samples and one update. Responses have at most 64 tokens. The temperature is 1. There is no KL
-term. Tasks:
+prompts × 8 samples and one update. Responses have at most 64 tokens. Tasks:
     sums     the demo's base model. A response is right or wrong, and has about 20 tokens.
-    digits   random weights of the same shape. The reward is the share of digits in the response, which has
+    digits   random weights of the same shape. The reward is the fraction of digits in the response, which has
              about 37 tokens.
 
 Sides:
     torz        this project
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
-Each side is one process with threads on all cores, or several with --ranks (torz) and --trl_ranks (TRL). torz
-and trl_tuned also get the Makefile's settings of glibc's allocator: a process keeps the memory that it frees.
+A side is one process with threads on all cores, or several with --ranks (torz) and --trl_ranks (TRL). torz
+and trl_tuned get the Makefile's settings of glibc's allocator, with which a process keeps freed memory.
 
-The sides run at the same time, but take turns: one side trains four steps while the others wait. So if the
-machine is slow for a while, all sides are slow. A pair is one such run with one seed. A side's time is the
-median of its steps after the first turn.
-
-Memory is the peak of anonymous and shared memory of a side's processes. It is read after the last step. For
-each process it is the sum of:
-- what it holds now: Pss_Anon + Pss_Shmem of /proc/PID/smaps_rollup. A page that n processes share counts 1/n.
-- what it held in addition at its peak: VmHWM - VmRSS of /proc/PID/status.
-Pages of files are left out. They are mostly libraries, and their count depends on other processes.
+The sides take turns of four steps. So if the machine is slow for a while, all sides are slow. A pair is one
+such run with one seed. A side's time is the median of its steps after the first turn.
 
 --trl_python is TRL's interpreter. --dtype is torz's dtype. --base is the model's folder, made if it is
 missing. Do not set --side, --seed and --out: this program passes them to the processes that it starts.
@@ -52,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")
-MARK = "vs_trl: "  # a line that begins with MARK reports a step of a side
-TURN = 4  # steps of a turn
+MARK = "vs_trl: "  # begins a line that reports a step
+TURN = 4  # number of steps
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_MMAP_THRESHOLD_": "33554432"}
@@ -68,11 +60,11 @@ def digits(response, answer, kind):
 '''
 
 
-# --- a side, in its own process
+# --- one side's process
 
 
 class Turns:
-    """Pauses a side while the other sides train. The side calls `step` after each training step."""
+    """Pauses a side while the other sides train."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
@@ -89,7 +81,7 @@ class Turns:
 
 
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """Runs the job in torz. base: the model's folder. reward: name of a function in REWARD."""
+    """Runs the job in torz. `reward` is the name of a function in REWARD."""
     import log
     import train
     from configs import PRESETS
@@ -110,14 +102,14 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """Returns the task's reward function as TRL calls it. Each call appends the mean reward to `means`."""
+    """Returns the reward function as TRL calls it. Each call appends the mean reward to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 
     def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_) -> list[float]:
         scores = []
         for text, gold, ids in zip(completions, answer, completion_ids, strict=True):
-            ended = ids[-1] == tokenizer.eos_token_id  # a response without its end token scores 0, as in torz
+            ended = ids[-1] == tokenizer.eos_token_id  # without an end token the score is 0, as in torz
             scores.append(functions[reward](text, gold, "") * ended)
         means.append(mean(scores))
         return scores
@@ -126,7 +118,7 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """Runs the job in TRL. tuned: whether to use its fastest settings on a CPU instead of its defaults."""
+    """Runs the job in TRL, with its defaults or with its fastest settings on a CPU (`tuned`)."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -158,7 +150,8 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
 
 
 def processes_of(leader: int) -> set[int]:
-    """Returns the ids of the process `leader`, of all processes in its session, and of their descendants."""
+    """Returns the ids of the process `leader`, of all processes in the leader's session, and of their
+    descendants."""
     parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -177,7 +170,9 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of a side's processes in MB, as the top of this file defines it."""
+    """Returns the peak of anonymous and shared memory of a side's processes in MB. For each process, it is
+    Pss_Anon + Pss_Shmem now, plus the drop of resident memory since the peak (VmHWM - VmRSS). Pages of files
+    are left out, because their count depends on other processes."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}
@@ -197,7 +192,7 @@ def memory_mb(leader: int) -> float:
 
 
 class Job:
-    """A side of the comparison, in its own processes. If it fails, this program prints its log and exits."""
+    """One side of the comparison. If it fails, this program prints the log and exits."""
 
     def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str,
                  seed: int) -> None:
@@ -215,10 +210,9 @@ class Job:
         with open(f"{out}/log", "w") as log:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=log, text=True, start_new_session=True)
-        self.turn()  # the first turn includes the start of the processes
+        self.turn()  # includes the start of the processes
 
     def turn(self) -> None:
-        """Lets the side train TURN steps, and waits until they are done."""
         if self.rows:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
@@ -230,7 +224,6 @@ class Job:
         sys.exit(f"vs_trl.py: {self.side} failed:\n{Path(self.folder.name, 'log').read_text()[-6000:]}")
 
     def end(self) -> dict:
-        """Ends the side's processes. Returns its speed, memory and rewards."""
         memory = memory_mb(self.process.pid)
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -245,7 +238,6 @@ class Job:
 
 
 def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
-    """Runs all sides in turns with one seed. Returns side -> its speed, memory and rewards."""
     ours, theirs = (sys.executable, args.ranks), (args.trl_python, args.trl_ranks)
     jobs = [Job(side, *(ours if side == "torz" else theirs), args, base, seed) for side in SIDES]
     for turn in range(1, args.steps // TURN):

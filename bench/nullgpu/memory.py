@@ -2,18 +2,18 @@
 
     sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-NULLGPU: see trainer.py, which runs once for each case and each --recompute. A case takes 20 to 60 s. --only
-chooses the cases whose names contain one of its words; the other cases keep their rows. The table
-bench/results/nullgpu-memory.md, also as .json, has the columns:
+NULLGPU: see trainer.py, which runs once for each case and each --recompute. --only chooses the cases whose
+names contain one of its words; the other cases keep their rows. Columns of the table
+bench/results/nullgpu-memory.md:
     layers      number of layers that are recomputed in whole; `none`: nothing is recomputed
-    planned     GiB by tools/plan.py, without an engine and NCCL's buffers, which do not exist here
+    planned     GiB by tools/plan.py, without the engine and NCCL's buffers
     allocated   peak GiB of torch's tensors
     reserved    peak GiB that torch took from the driver
-    driver      peak GiB that the driver gave, with CUDA's context; the larger one of two steps
+    driver      peak GiB that the driver gave, with CUDA's context
     N a token   FLOP of matrix products per token, divided by the number of the model's parameters
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
---recompute auto leaves less than 8 % of the device free (NCCL's buffers and a sleeping engine included).
+--recompute auto leaves less than 8 % of the device free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILE = RESULTS / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # (name, GiB)
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
 BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
-# device; preset, size, ranks, and tokens per sample (a divisor of the pack length)
+# case -> (device, preset, size, ranks, tokens per sample)
 CASES = {
     "7B on 8 × H100": (H100, "orz-7b", "7b", 8, 2048),
     "7B on 32 × H100": (H100, "orz-7b", "7b", 32, 2048),
@@ -44,11 +44,11 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # largest allowed ratio of the plan to the driver's peak
+ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """Returns phase -> planned peak in GiB, without NCCL's buffers and an engine, which trainer.py lacks."""
+    """Returns phase -> planned peak in GiB, without NCCL's buffers and the engine, which trainer.py lacks."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -57,7 +57,6 @@ def planned(case: plan.Case) -> dict[str, float]:
 
 
 def case_of(name: str, recompute: str) -> plan.Case:
-    """Returns the case of tools/plan.py for a name in CASES."""
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset, "--recompute", recompute])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
@@ -65,11 +64,10 @@ def case_of(name: str, recompute: str) -> plan.Case:
 
 
 def measure(name: str, recompute: str) -> list[dict]:
-    """Runs trainer.py for a case. Returns a row per phase. An update adds up the gradients of two packs."""
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: two samples share a prompt. The pack stores the prompt once, but attention
-    # copies it for each sample. The prompt is short, so storing it once saves nearly no memory.
+    # This is the worst case for memory: two samples share a short prompt. Attention copies the prompt for
+    # each sample, and to store the prompt once saves nearly nothing.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -83,7 +81,8 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the row of a phase: maxima over its two steps. The first step creates the optimizer's state."""
+    """Returns the row of a phase: maxima over two steps. Only the first step creates the optimizer's
+    state."""
     def most(field):
         return max(step[field] for step in steps)
 
@@ -100,7 +99,6 @@ def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict])
 
 
 def wrong(row: dict) -> str:
-    """Returns what is wrong with a row, or an empty string."""
     if row["out_of_memory"]:
         return "out of memory"
     if not 1 <= row["share"] <= ABOVE:
@@ -112,7 +110,6 @@ def wrong(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns the rows as a Markdown table."""
     lines = []
     for r in rows:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]

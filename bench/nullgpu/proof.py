@@ -3,15 +3,15 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-Runs a command line of Python with the values in SMALL. A command that ends well has taken its flags and run
-its host side. Its figures mean nothing. Resumed weights may differ: the device gives none back.
+Runs a command line of Python with the values in SMALL. This tests that commands take their flags and run to
+the end on the CPU. Their measured numbers mean nothing.
 """
 
 import os
 import runpy
 import sys
 
-SMALL = {"--prompts": "8", "--tokens": "32", "--max_response_len": "32"}  # flag: its value here
+SMALL = {"--prompts": "8", "--tokens": "32", "--max_response_len": "32"}  # flag: value
 assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=FOLDER"
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)

@@ -2,15 +2,15 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-NULLGPU: see trainer.py in this folder. The model has the shape of Qwen2.5-0.5B; --layers may be less than its
-24. Each algorithm runs twice, each time in a new process. The first run makes two steps with a save after
-each, and an export. The second run resumes and makes two more steps. All sampled tokens and all losses are 0.
-With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
+NULLGPU: see trainer.py in this folder. The model has the shape of Qwen2.5-0.5B, with at most 24 layers. Each
+algorithm runs twice, in two processes: the first makes two steps, saves and exports; the second resumes and
+makes two more steps. All sampled tokens and all losses are 0. With 24 layers PPO takes 27 GiB of host memory,
+and GRPO 13 GiB.
 
-Prints one JSON line per phase of the loop, for the only rank:
+Prints one JSON line per phase of the loop. A row "before NAME" covers the time from the last phase to NAME.
     held_gib       memory that the driver has given when the phase ends
     expected_gib   what held_gib should be: the process's own memory and a sleeping engine, and nothing of the
-                   trainer. While the engine is awake: the engine's share of the device.
+                   trainer. While the engine is awake: the engine's part of the device (--engine_share).
     peak_gib       the most memory that the driver gave in the phase
     plan_gib       the largest total of tools/plan.py for the phase; 0 if the plan does not have this phase
     h2d, d2h       number of copies from host to device and back; with _gib, their size
@@ -18,9 +18,7 @@ Prints one JSON line per phase of the loop, for the only rank:
     pinned_gib     host memory that was pinned in the phase
     waits          times that the host waits for the device
 
-A row "before NAME" covers the time from the last phase to NAME. In "before eval" the engine wakes and gets
-the weights. In "before wait" it falls asleep. The exit status is 1 if a run fails, or if `held_gib` is 0.3 or
-more above `expected_gib`.
+The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.
 """
 
 from __future__ import annotations
@@ -51,14 +49,13 @@ from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
-TOLERANCE = 0.3  # GiB for cuBLAS workspaces, and for the step's packs and metrics
-# The run is small enough for two cores, and fills packs of the preset's length.
+TOLERANCE = 0.3  # GiB: cuBLAS workspaces, packs and metrics
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
 
 
-# --- one process: `main` with its phases measured
+# --- one measured process
 
 
 class Phases:
@@ -77,7 +74,6 @@ class Phases:
         self.tell(name)
 
     def tell(self, name: str) -> None:
-        """Prints a phase's row and begins the next row."""
         seen = nullgpu.counters()
         asleep = self.own + plan.SLEEPING_ENGINE / GIB
         awake = name in ("rollout", "eval", "before eval", "before rollout")
@@ -94,7 +90,6 @@ class Phases:
 
 
 def planned(cfg: configs.Config) -> dict[str, float]:
-    """Returns phase -> largest planned total, in GiB."""
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     totals = {}
     for name, usage in plan.memory(plan.Case(cfg, 1, model_shapes(cfg), gpu)):
@@ -117,7 +112,8 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Copies a pack's tensors that decide sizes to `known` (HOST) when the pack moves to the device."""
+    """When a pack moves to the device, keeps in `known` (trainer.HOST) the pack's tensors that decide
+    sizes."""
     import data
 
     to = data.Pack.to
@@ -132,7 +128,7 @@ def remember_packs(known: dict) -> None:
 
 
 def no_nccl() -> None:
-    """Turns collectives of device tensors into no-ops. Collectives of host tensors use gloo, as always."""
+    """Makes collectives of device tensors do nothing. Collectives of host tensors still use gloo."""
     import torch.distributed as td
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
@@ -141,12 +137,12 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Replaces what a run of train.py reads from the device and what it needs of NCCL."""
+    """Replaces what train.py reads from the device and what it needs of NCCL."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
     no_nccl()
-    ckpt.is_finite = lambda x: True  # a large copy from the device leaves the host's memory as it was
+    ckpt.is_finite = lambda x: True  # a large copy from the stub writes nothing
     host_values()
     remember_packs(HOST)
     load = vllm_engine.VLLMEngine.load
@@ -154,9 +150,8 @@ def stand_ins() -> None:
 
 
 def one_process(argv: list[str]) -> None:
-    """Runs `train.main` with the command line `argv`."""
     cfg = configs.parse(argv, "run.py")
-    dist.phase = phases = Phases(cfg, dist.phase)  # before train.py decorates its functions with it
+    dist.phase = phases = Phases(cfg, dist.phase)  # must be set before `import train`
     import train
     from bench.nullgpu.trainer import Pageable
 
@@ -166,11 +161,12 @@ def one_process(argv: list[str]) -> None:
     nullgpu.quit()
 
 
-# --- all of them
+# --- all processes
 
 
 def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
-    """Runs a process up to step `steps`. Prints its lines and returns whether the process ended well."""
+    """Trains up to step `steps` in a new process. Prints the lines of the process and returns whether it
+    ended well."""
     argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
             "--steps", str(steps), *FLAGS]
     say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})

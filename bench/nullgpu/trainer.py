@@ -4,12 +4,11 @@
                                                       [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The stub has a limited memory and
-counts its use, its kernels do nothing, and copies from it to the host bring zeros. The process group is
-torch's fake one. Models have real shapes, but all values are zeros.
+builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The stub's kernels do nothing, and
+copies from the stub to the host bring zeros. The process group is torch's fake one.
 
-So this program shows shapes, the memory of torch's real allocator, kernel launches, copies, waits and
-collectives. It shows no result and no time of a GPU, and nothing about NCCL.
+So this program measures torch's real allocator, kernel launches, copies, waits and collectives. It shows no
+result and no time of a GPU, and nothing about NCCL.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
@@ -17,14 +16,13 @@ Prints one JSON line per phase of this rank. The phases:
     values           the critic's forward passes
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 The fields:
-    planned_gib      tools/plan.py's total, without NCCL's buffers and an engine, which do not exist here
-    *_gib            memory: peak, reserved, stays (at the phase's end) of torch's allocator, driver_peak,
-                     pinned (host memory that the phase pinned). All others: data that were copied or sent.
+    planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
+    *_gib            memory of torch (peak, reserved, stays: at the phase's end) and of the driver; pinned is
+                     host memory. All other fields in GiB are data that were copied or sent.
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
-    index_add        launches of atomic additions. Where an index has the same row twice, their order on a GPU
-                     is random, and so are the last bits. The index of attention's outputs never has.
+    index_add        launches of atomic additions, whose order on a GPU is random
     waits            times that the host waits for the device
 """
 
@@ -64,20 +62,20 @@ from tools import plan
 GIB = 2**30
 
 
-# --- values that decide sizes: the stub device holds only zeros, so these values come from the host
+# --- values that decide sizes
 
-HOST: dict[int, Tensor] = {}  # address of a pack's tensor on the device -> copy of this tensor on the host
+HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same tensor on the host
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu: for a tensor in HOST they use its copy on the host. These values
-    (segment lengths and masks) decide the sizes of other tensors."""
+    """Patches Tensor.nonzero and Tensor.cpu. The stub has only zeros, but segment lengths and masks decide
+    the sizes of other tensors. So these tensors are read from HOST."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
         host = HOST.get(x.data_ptr()) if x.is_cuda else None
         same = host is not None and (host.shape, host.dtype) == (x.shape, x.dtype)
-        return host if same else None  # not the same: another tensor now has this address
+        return host if same else None  # otherwise another tensor has this address
 
     def of_host(function):
         def call(x, *args, **kwargs):
@@ -108,11 +106,10 @@ def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.devic
     return pack
 
 
-# --- the trainer, as train.py makes it
+# --- the trainer
 
 
 def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) -> plan.Case:
-    """Returns the case that tools/plan.py plans for this device."""
     shape = dataclasses.replace(plan.KNOWN[args.size], layers=args.layers or plan.KNOWN[args.size].layers)
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
     return plan.Case(cfg, world.size, [shape, shape], gpu, local=min(world.size, configs.NODE))
@@ -120,7 +117,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Returns policy or critic with its optimizer, made as in train.load_models but without model files."""
+    """Returns policy or critic with its optimizer, as train.load_models does, but without model files."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
@@ -129,7 +126,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # not `allocate`, which reads values
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # `allocate` would read values
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
@@ -178,13 +175,10 @@ class Pageable(TorchDispatchMode):
 
 
 def launches(*words: str) -> int:
-    """Returns how often this phase launched kernels whose names contain one of the words."""
     return sum(n for name, n in nullgpu.kernels() if any(word in name for word in words))
 
 
 class Phases:
-    """Measures phases and prints one JSON line per phase."""
-
     def __init__(self, planned: dict[str, float], pageable: Pageable) -> None:
         self.planned, self.pageable = planned, pageable
 
@@ -214,7 +208,6 @@ class Phases:
 
 
 def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
-    """Gathers all weights, as train.py does for the engine."""
     torch.cuda.empty_cache()
     phases.begin()
     for name, weight in dist.full_weights(policy.model, world.device):
@@ -224,7 +217,6 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
 
 def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
-    """Runs the updates of one role (policy or critic) in two steps."""
     count = args.updates if role.name == "critic" else 1
     cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
     loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
