@@ -539,7 +539,13 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
     head = ("variant", "reference", "seeds", "accuracy", "spread", "difference to the reference",
             f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed", "with alarms")
-    return table(head, rows)
+    legend = (
+        "`spread` is the standard deviation of the accuracy over seeds. The difference is a mean over the "
+        "seeds that both variants have, ± half of a 95 % interval. "
+        f"`{head[6]}` is the first step at which the mean reward of three steps reaches {TASKS[task][1]}, or "
+        f"{STEPS} if none does (mean over seeds). Length (tokens) and entropy (nats) are means of the last "
+        "five steps. `collapsed` and `with alarms` count runs.")
+    return [legend, "", *table(head, rows)]
 
 
 RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline",
@@ -558,7 +564,7 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
                              for sign in (1, -1))
             rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
         pairs = len(gaps) // 2
-        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. Chance gives {pairs / 20:.0f}.")
+        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. By chance, {pairs / 20:.0f} would.")
     head = ("task", "recipe", "seeds", "accuracy", "higher than", "lower than")
     return [*table(head, rows), "", *notes]
 
@@ -622,21 +628,33 @@ def report(runs: Runs) -> str:
         "5` are finished. A variant without a row has no finished run.", "",
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
-        "- A difference is the mean over pairs of runs with equal seeds.",
-        "- ± is a 95 % interval. Without a true difference, one interval in 20 excludes 0 by chance.",
-        "- All runs of a task start from one base model. Another base model may give other results.",
-        "- A run collapsed if it ended early, or if its last reward is below half of its best reward. Both "
-        "are means of five steps.",
-        "- The rewards of the `wrong-grades` variants include the wrong grades. Their accuracy does not.", "",
+        "- A difference is a mean over the seeds that both variants have.",
+        "- ± is half of a 95 % interval. Without a true difference, one interval in 20 excludes 0 by chance.",
+        "- All runs of a task start from one base model. With another base model, results can differ.",
+        "- A run has collapsed if it ended early, or if the mean reward of its last five steps is below half "
+        "of the best such mean.",
+        "- The `wrong-grades` variants have wrong grades in training, but not when accuracy is measured.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
-        "## Claims", "", *claims_table(runs, tasks), "",
+        "## Claims", "",
+        "`measured` names two variants, and the number by which they are compared. `difference` is its mean "
+        "difference over the seeds that both variants have, ± half of a 95 % interval. The verdict is `can't "
+        "tell` if this interval contains 0.", "",
+        *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "The recipes are PPO and the GRPO family. A recipe sets what defines it. All other settings are the "
-        "reference's. grpo-4, gspo, cispo and dapo make four policy updates a step; the others make one. The "
-        "accuracy is a mean over seeds with a 95 % interval. Two recipes are compared on equal seeds.", "",
+        "A recipe changes only the settings that define it. grpo-4, gspo, cispo and dapo make four policy "
+        "updates a step, all others one. `accuracy` is the mean over seeds ± half of a 95 % interval. "
+        "`higher than` and `lower than` list the recipes with a clear difference: on the seeds that "
+        "both recipes have, the 95 % interval of the difference excludes 0.", "",
         *recipes_table(runs, tasks), "",
-        "## Stability", "", *stability_table(runs, tasks), "",
-        "## Noise, and how many seeds show a difference of 2 points", "", *power_table(runs, tasks, variants)]
+        "## Stability", "",
+        "`collapsed` counts runs. In parentheses after an alarm is the number of runs that had this alarm. N "
+        "stands for a number in the alarm's text.", "",
+        *stability_table(runs, tasks), "",
+        "## Noise, and how many seeds show a difference of 2 points", "",
+        "`deviation over seeds` is the standard deviation of the accuracy. `median deviation of pairs` is "
+        "that of the difference to a variant on equal seeds (median over the variants). The last two columns "
+        "say how many seeds show a difference of 2 points, if two variants have different seeds (unpaired) "
+        "or equal seeds (paired).", "", *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"
