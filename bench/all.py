@@ -70,7 +70,6 @@ def device() -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a Markdown table with one line per result: its LABELS, then its numbers other than 0."""
     lines = []
     for row in rows:
         # A measurement can have the name of a label: "pack" is the pack length, or the seconds of the phase

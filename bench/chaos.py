@@ -44,7 +44,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # largest number of attempts to strike in the chosen phase
-TYPED = 4  # largest number of commands for one run
+TYPED = 4  # commands for one run
 HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 
@@ -154,11 +154,10 @@ class Nodes:
                                     start_new_session=True)
 
     def ranks(self, node: int | None = None) -> dict[int, int]:
-        """Returns rank -> process id of the training ranks."""
         agents = {a.pid for n, a in self.agents.items() if node in (None, n)}
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, UnicodeDecodeError, KeyError):  # the process has ended
+            with contextlib.suppress(OSError, UnicodeDecodeError, KeyError):
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in agents:
                     lines = (entry / "environ").read_text().split("\0")
                     found[int(dict(line.partition("=")[::2] for line in lines)["RANK"])] = int(entry.name)
@@ -234,7 +233,6 @@ def make_namespaces(count: int) -> bool:
 
 
 def system(command: str, *paths: Path) -> bool:
-    """Runs a command that needs root. Returns whether it succeeded."""
     words = [*command.split(), *map(str, paths)]
     return not os.geteuid() and subprocess.run(words, capture_output=True, check=False).returncode == 0
 
@@ -431,7 +429,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # these faults need a small file system for the run's folder
-DAMAGE = {"flip", "half"}  # these faults need a checkpoint
+DAMAGE = {"flip", "half"}
 LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks' collectives can fail
 
 
@@ -483,7 +481,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
-    """Returns what is wrong with a struck run, in words. want: folder of the undisturbed run."""
+    """Returns what is wrong with a struck run, in words. `want` is the folder of the undisturbed run."""
     text, fault, wrong = nodes.text(), nodes.order["fault"], []
     lines, resumed = lines_of(text), resumed_after(text)
     refused = [line for line in lines if not line.startswith("!!")]
@@ -571,7 +569,7 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in
 
 def possible(fault: str, visits: Visits) -> Visits:
     """Returns when the fault can strike: phase -> list of (number of the visit, length of the visit in s)."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # time of the first save
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}

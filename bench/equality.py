@@ -87,7 +87,6 @@ def count(cases: list[Pair], verdicts: list[bool]) -> dict[str, float]:
 
 
 def foreign() -> list[Pair]:
-    """Returns the pairs of bench/equality_foreign.jsonl. Each category begins with "foreign" or "second"."""
     found = []
     for line in (ROOT / "bench/equality_foreign.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -107,8 +106,7 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table by category or part and by grader. A cell is the percent `refused /
-    accepted`."""
+    """Returns a Markdown table by category or part. A cell is the percent `refused / accepted`."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []

@@ -68,7 +68,6 @@ def fill(template: str, values: dict) -> str:
 
 
 def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (category, answer, gold, whether they are equal)."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     for category in text.strip().split("\n\n"):
         head, *lists = re.split(r"\n  (?:gold |right|wrong) ", category)
@@ -165,7 +164,7 @@ WRONG = [
 
 
 def varied(seed: int = 0) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (category, answer, gold, equal): 6 right and up to 8 wrong answers for each of GOLDS."""
+    """Yields 6 right and up to 8 wrong answers for each of GOLDS."""
     for line in GOLDS.replace(" |\n    ", " | ").strip().splitlines():
         name, *golds = (part.strip() for part in line.split(" | "))
         for gold in golds:

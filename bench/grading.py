@@ -56,7 +56,6 @@ def descriptors(grader: Grader) -> list[int]:
 
 
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:
-    """Grades typical answers and prints the speed. Returns whether all grades are right."""
     cases = typical(count)
     to_workers = sum(worker.quick_grade(answer, gold) is None for answer, gold, _ in cases)
     start = time.perf_counter()
@@ -75,7 +74,6 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
 
 
 def bench_hostile(grader: Grader, count: int) -> bool:
-    """Grades hostile answers. Returns whether none was graded as correct and the grader still works."""
     from test_reward import hostile
 
     before = descriptors(grader)

@@ -30,7 +30,6 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the FLOP per second of a product of two large matrices."""
     n = 8192 if device.type == "cuda" else 1536
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: x @ y, device)

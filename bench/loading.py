@@ -26,7 +26,6 @@ from bench.shape import build
 
 
 def memory() -> dict[str, float]:
-    """Returns this process's resident memory in GiB, of anonymous pages and of file pages."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     kib = {"anonymous": lines["RssAnon"], "files": lines["RssFile"]}
     return {kind: int(text.split()[0]) / 2**20 for kind, text in kib.items()}

@@ -41,7 +41,6 @@ def run_bare_vllm(engine, prompts: dict, n: int, tokens: int, seed: int) -> int:
 
 
 def measure_round(engine, name: str, weights, prompts: dict, args: argparse.Namespace, seed: int) -> dict:
-    """Wakes the engine once and samples. Returns name -> measured number."""
     figures = {}
     with engine.awake(weights, version=seed):
         start = time.perf_counter()

@@ -27,7 +27,6 @@ BLOCK = 5  # steps between saves
 
 
 def middle(values: list[float]) -> list[float]:
-    """Returns the sorted values without the lowest and the highest tenth."""
     cut = len(values) // 10
     return sorted(values)[cut:len(values) - cut]
 

@@ -83,8 +83,6 @@ def ranks_table(rows: list[dict]) -> str:
 
 
 def lengths_table(rows: list[dict], by: str) -> str:
-    """Returns a Markdown table: µs per token of each phase, and the largest memory. by: a key of
-    LENGTH_CASES."""
     sizes = list(dict.fromkeys(r[by] for r in rows))
     lines = [(phase, *(f"{r['us_a_token']:.1f}" for r in rows if r["phase"] == phase))
              for phase in dict.fromkeys(r["phase"] for r in rows)]

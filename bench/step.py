@@ -28,12 +28,11 @@ PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases th
 
 
 def phases_of(row: dict) -> dict[str, float]:
-    """Returns phase -> seconds, from one step's metrics."""
     return {k.removeprefix("time/"): v for k, v in row.items() if k.startswith("time/") and k != "time/step"}
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns measurement -> its fields. rows: metrics of the measured steps. peak: FLOP/s of the device."""
+    """Returns measurement -> fields. `peak` is the device's FLOP/s."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

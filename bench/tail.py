@@ -163,8 +163,7 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns the mean of each number of Simulation.step, but the maximum of `oldest`. The first `warm` steps
-    are not counted."""
+    """Returns means over the steps after the first `warm`. For `oldest`, returns the maximum."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -172,8 +171,8 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws the lengths of the responses to one prompt. They are log-normal with
-    `sigma`, at most `cap`, and about `mean` on average. alike: correlation of the lengths' logarithms."""
+    """Returns a function that draws the log-normal lengths of the responses to one prompt. `mean` is the mean
+    after the cut at `cap`. `alike` is the correlation of the lengths' logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # until the mean of the cut lengths is `mean`
@@ -190,8 +189,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and its engine's cost on H100s. A decoding step reads weights and cache while it
-    computes, so it takes the longer of the two times."""
+    """Returns the preset and the cost of an engine on H100s. A decoding step reads weights and cache while it
+    computes, so the step takes the longer of the two times."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -207,7 +206,6 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
-    """Returns one row per rule. mean, sigma, alike: see `lognormal`."""
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
     cfg = replace(cfg, tp=1)  # the simulator has one rank per engine; `cost` is that of the whole engine

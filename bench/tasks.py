@@ -72,7 +72,6 @@ def chain(numbers, rng, slip):
 
 
 def product(numbers, rng, slip):
-    """Writes a product of two two-digit numbers, computed by columns."""
     (a, b), (c, d) = (divmod(n, 10) for n in numbers)
     units, left, right, top = (said(x * y, rng, slip) for x, y in ((b, d), (b, c), (a, d), (a, c)))
     both = said(left + right, rng, slip)
@@ -145,7 +144,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS random problems with different texts. draw(rng) returns the numbers of one problem."""
+    """Returns PROBLEMS random problems with different texts."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -206,7 +205,6 @@ TASKS = {t.name: t for t in (
 
 
 def build(out: str, name: str, seed: int = 0) -> str:
-    """Makes a task's base model and problems in `out` if they are missing. Returns the folder's path."""
     return tiny.build_task(TASKS[name], out, seed)
 
 

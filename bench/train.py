@@ -68,7 +68,7 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 def flops(config, packs: list[Pack], head: int) -> float:
     """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
-    `head` is the head's number of rows (1 for a critic). The head computes response tokens only."""
+    `head` is the head's number of rows (1 for a critic)."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim

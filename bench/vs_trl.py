@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")
-MARK = "vs_trl: "  # begins a line that reports a step
+MARK = "vs_trl: "
 TURN = 4  # number of steps
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
@@ -81,7 +81,6 @@ class Turns:
 
 
 def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) -> None:
-    """Runs the job in torz. `reward` is the name of a function in REWARD."""
     import log
     import train
     from configs import PRESETS
@@ -118,7 +117,6 @@ def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
 
 
 def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) -> None:
-    """Runs the job in TRL, with its defaults or with its fastest settings on a CPU (`tuned`)."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -183,7 +181,7 @@ def memory_mb(leader: int) -> float:
         for name, _, rest in (line.partition(":") for line in lines.splitlines()):
             if name in ("VmHWM", "VmRSS", "Pss_Anon", "Pss_Shmem"):
                 kb[name] = int(rest.split()[0])
-        if kb:  # a process that is ending has no such lines
+        if kb:
             total += kb["Pss_Anon"] + kb["Pss_Shmem"] + kb["VmHWM"] - kb["VmRSS"]
     return total * 1024 / 1e6
 
@@ -192,8 +190,6 @@ def memory_mb(leader: int) -> float:
 
 
 class Job:
-    """One side of the comparison. If it fails, this program prints the log and exits."""
-
     def __init__(self, side: str, python: str, ranks: int, args: argparse.Namespace, base: str,
                  seed: int) -> None:
         self.side, self.seed, self.ranks = side, seed, ranks
@@ -210,7 +206,7 @@ class Job:
         with open(f"{out}/log", "w") as log:
             self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=log, text=True, start_new_session=True)
-        self.turn()  # includes the start of the processes
+        self.turn()
 
     def turn(self) -> None:
         if self.rows:
@@ -250,7 +246,6 @@ def run_pair(args: argparse.Namespace, base: str, seed: int) -> dict[str, dict]:
 
 
 def summary(pairs: list[dict[str, dict]], args: argparse.Namespace) -> dict:
-    """Returns medians over the pairs: the ratios of torz to each other side, and the numbers of each side."""
     result = {"bench": "vs_trl", "task": args.task, "cores": os.cpu_count(), "prompts": PROMPTS,
               "samples": SAMPLES, "tokens": TOKENS, "dtype": args.dtype}
     for other in SIDES[1:]:

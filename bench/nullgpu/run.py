@@ -165,8 +165,6 @@ def one_process(argv: list[str]) -> None:
 
 
 def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
-    """Trains up to step `steps` in a new process. Prints the lines of the process and returns whether it
-    ended well."""
     argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
             "--steps", str(steps), *FLAGS]
     say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})

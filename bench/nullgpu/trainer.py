@@ -89,7 +89,6 @@ def host_values() -> None:
 
 
 def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.device, seed: int) -> data.Pack:
-    """Returns a pack of samples of --segment tokens on the device. Each --group samples share a prompt."""
     rng, samples = np.random.default_rng(seed), []
     count = args.segment - args.prompt
     for i in range(max(1, cfg.pack_len // args.segment)):
@@ -160,7 +159,6 @@ class Pageable(TorchDispatchMode):
     bytes = 0
 
     def take(self) -> int:
-        """Returns the bytes since the last call."""
         taken, self.bytes = self.bytes, 0
         return taken
 
