@@ -44,8 +44,8 @@ RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 # --- functions that write a text
 
-# Each function returns (problem, thought, answer) for a problem's numbers. With probability `slip`, a number
-# in the thought is wrong.
+# Each function returns (problem, thought, answer) for a problem's numbers. `slip` is the probability that a
+# number in the thought is wrong. `countdown` makes other errors, and `tool` makes none.
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
