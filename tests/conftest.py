@@ -1,4 +1,4 @@
-"""Fixtures and helpers that several test files share: tiny random models, rank processes, training runs."""
+"""Fixtures and helpers that several test files share."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
-    """Save a random Qwen2 of about 90k parameters with the tokenizer of tools/tiny.py. Returns the folder."""
+    """Saves a random Qwen2 of about 90k parameters and the tokenizer of tools/tiny.py."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tools.tiny import make_tokenizer
@@ -48,7 +48,7 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) ->
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """Returns the folder of a random model with tied embeddings: the head's weight is the embedding's."""
+    """Returns the folder of a random model whose head and token embedding are one weight."""
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
@@ -59,14 +59,13 @@ def untied(tmp_path_factory) -> str:
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version):
-    """Yields `n` responses to each prompt, in the order in which the responses end. prompts: prompt_id ->
-    tokens. max_tokens: longest response in tokens."""
+    """Yields `n` responses to each prompt. prompts: prompt_id -> token ids."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
 
 
 def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
-    """Returns whether `true()` became true within `seconds`. Asks every `pause` seconds."""
+    """Returns whether `true()` became true within `seconds`."""
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(pause)
@@ -74,7 +73,7 @@ def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """A context manager. Counts the PyTorch operations inside the context for which `counts(op)` is true."""
+    """A context manager that counts the PyTorch operations for which `counts(op)` is true."""
 
     def __init__(self, counts):
         super().__init__()
@@ -87,12 +86,11 @@ class Operations(TorchDispatchMode):
 
 # --- ranks
 #
-# pytest's process forks each rank. It must not fork after it has started vLLM or a process group. Only
-# test_z_engines.py starts these in pytest's process. Its name makes it the last file in pytest's order.
+# pytest's process forks the ranks. It must not fork after it has started vLLM or a process group. So the name
+# of test_z_engines.py, which starts both, makes this file the last in pytest's order.
 
 
 def _rank(target, rank, world, port, file, args):
-    """The main function of a rank's process: saves the result of target(*args) to `file`."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -100,12 +98,12 @@ def _rank(target, rank, world, port, file, args):
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()
-    os._exit(0)  # skips pytest's exit handlers: only the parent process may run them
+    os._exit(0)  # only the parent process may run pytest's exit handlers
 
 
 def start_ranks(world: int, target, *args):
-    """Start `world` processes that run target(*args) with torchrun's environment variables. Returns the
-    processes and a temporary folder. Each process saves its result to the folder."""
+    """Starts `world` processes that run target(*args) with torchrun's environment variables. Returns the
+    processes and a temporary folder for the results."""
     import multiprocessing as mp
     import socket
     import tempfile
@@ -124,7 +122,7 @@ def start_ranks(world: int, target, *args):
 
 
 def run_ranks(world: int, target, *args):
-    """Run target(*args) on `world` ranks. Returns the ranks' results in rank order."""
+    """Runs target(*args) on `world` ranks. Returns the results in rank order."""
     processes, folder = start_ranks(world, target, *args)
     with folder:
         for p in processes:
@@ -155,8 +153,7 @@ def respond(problem, text, turn):
 
 @pytest.fixture(scope="session")
 def base(tiny, tmp_path_factory):
-    """Returns a config for 4 steps of PPO with a random model on 40 sums. The reward is the share of digits
-    in a response. The run saves and evaluates every 2 steps."""
+    """Returns a config for 4 steps of PPO on 40 sums. The reward is the fraction of digits in a response."""
     from configs import PRESETS
 
     folder = tmp_path_factory.mktemp("data")
@@ -172,8 +169,7 @@ def base(tiny, tmp_path_factory):
 
 
 def run(cfg, out, ranks=1):
-    """Train into the folder `out`. Returns the metrics (one dictionary a step) and the exported policy's
-    weights by name."""
+    """Trains into the folder `out`. Returns the metrics and the exported policy's weights by name."""
     from ranks import main
     from safetensors.torch import load_file
 
@@ -185,21 +181,19 @@ def run(cfg, out, ranks=1):
 
 
 def maths(rows):
-    """Returns the rows without the metrics of time and memory. Repeating a run gives equal rows."""
+    """Returns the rows without time and memory, which differ between equal runs."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 
 @pytest.fixture(scope="session")
 def two_ranks(base, tmp_path_factory):
-    """Returns folder, metrics and exported weights of a run of `base` on 2 ranks. The run has 4 steps, and
-    checkpoints after steps 2 and 4."""
+    """Returns folder, metrics and exported weights of a run of `base` on 2 ranks."""
     out = tmp_path_factory.mktemp("run") / "a"
     return out, *run(base, out, ranks=2)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """After test_maths.py, print for each tested function its largest difference from its reference."""
     module = sys.modules.get("test_maths")
     if module and module.WORST:
         terminalreporter.section(f"largest error over {module.CASES} random ragged cases")

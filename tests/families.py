@@ -1,8 +1,6 @@
-"""Tiny random models of every supported family, and functions that compare our model with transformers'.
+"""Tiny random models of every supported family, and functions that compare our models with transformers'.
 
-test_families.py asserts that the differences are small. bench/families.py shows them in a table. Every
-multiplier, bias, window and rotary scaling of a family has a value that changes the model's output. So code
-that ignores one of them makes a large difference. Every norm's weight is random.
+Every setting of a family, such as a multiplier or a window, has a value that changes the model's output.
 """
 
 import copy
@@ -28,7 +26,7 @@ import rollout
 from configs import PRESETS
 from tools.tiny import make_tokenizer
 
-WINDOW = 7  # attention window of the sliding layers, in tokens; samples have up to 32 tokens
+WINDOW = 7  # attention window in tokens; samples have up to 32 tokens
 SLIDING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
 LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64,
@@ -66,14 +64,13 @@ MODELS = {
 }
 
 
-KEPT = []  # keeps vLLM engines alive: Python would free them, and this destroys state that later engines use
+KEPT = []  # freeing a vLLM engine would destroy state that later engines use
 
 
 def make(folder: Path, name: str) -> str:
-    """Save the model `name` of MODELS, with random weights, and a byte tokenizer in the folder `folder/name`.
-    Returns this folder's path."""
+    """Saves the model `name` of MODELS, with random weights and a byte tokenizer. Returns the folder."""
     tokenizer = make_tokenizer()
-    # The head size hidden_size / num_attention_heads is 32, the smallest that vLLM's CPU attention takes.
+    # vLLM's CPU attention takes no head size below 32 (hidden_size / num_attention_heads).
     common = dict(
         vocab_size=len(tokenizer), hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=128, num_hidden_layers=2, max_position_embeddings=512, attention_dropout=0.5,
@@ -83,7 +80,7 @@ def make(folder: Path, name: str) -> str:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)
     for p in hf.parameters():
-        if p.ndim == 1:  # biases are 0 and the weights of a norm are all equal: make them random
+        if p.ndim == 1:  # transformers makes all biases, and all norms, equal
             torch.nn.init.normal_(p, mean=float(p.detach().mean()), std=0.2)
     hf.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
@@ -91,14 +88,14 @@ def make(folder: Path, name: str) -> str:
 
 
 def original(path: str) -> torch.nn.Module:
-    """Returns transformers' own model of the folder `path`: fp32, eager attention, no dropout."""
+    """Returns transformers' model of the folder `path`: fp32, eager attention, no dropout."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Returns log-probs (T,) in the layout of data.pack(samples), computed by transformers' model for one
-    sample at a time. Prompt tokens get 0."""
+    """Returns log-probs (T,) of transformers' model, in the layout of data.pack(samples). Prompt tokens get
+    0."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -108,11 +105,10 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Compares our model in training mode with transformers' model, on nine samples that share prefixes.
-    Returns the largest differences:
+    """Returns the largest differences between our model and transformers' model:
 
     logp: of a token's log-prob, in nats
-    gradient: of a parameter's gradient; norm of the difference / norm of the gradient"""
+    gradient: of a parameter's gradient, divided by the gradient's norm"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -128,7 +124,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Returns the largest difference between our model's buffers and the buffers of transformers' model."""
+    """Returns the largest difference between the buffers of our model and of transformers' model."""
     theirs = dict(original(path).named_buffers())
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -136,9 +132,8 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between the log-probs of engine and trainer for the engine's
-    samples, before and after the engine loads new weights. Some prompts are longer than WINDOW. kind: torch
-    or vllm. vLLM needs dist.init in this process, and its engine stays in memory."""
+    """Returns the largest difference in nats between the log-probs of engine and trainer. kind: torch or
+    vllm. vLLM needs dist.init in this process."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -159,13 +154,12 @@ def compare_engine(path: str, kind: str) -> float:
 
 
 def compare_vllm(paths: list[str]) -> list[float]:
-    """Returns compare_engine(path, "vllm") for each path. All engines run in this process."""
     dist.init("cpu", "float32")
     return [compare_engine(path, "vllm") for path in paths]
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Round the weights to bfloat16, the dtype of exported weights, so that the export changes no weight."""
+    """Rounds the weights to bfloat16, the dtype of exports, so that an export changes no weight."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))
@@ -174,9 +168,9 @@ def round_to_bf16(module: torch.nn.Module) -> None:
 def compare_export(path: str, out: Path) -> dict[str, float]:
     """Exports policy and critic to `out`. Returns the largest differences between our models and the exports:
 
-    policy: log-probs; transformers loads the export
-    critic: value before a sample's last token; transformers loads the export
-    critic, loaded again: values of all tokens; our load_critic loads the export"""
+    policy: of log-probs, computed by transformers
+    critic: of the value before a sample's last token, computed by transformers
+    critic, loaded again: of all values, computed by our model"""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -193,9 +187,8 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,) the exported critic's value of each sample without the sample's last token, computed by
-    transformers' sequence classifier. If transformers has none for the family, transformers computes only the
-    last hidden state, and our critic's head computes the value from it."""
+    """Returns (N,) the exported critic's value before each sample's last token. If transformers has no
+    sequence classifier for the family, our head is applied to the hidden state of transformers."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

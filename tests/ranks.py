@@ -1,4 +1,4 @@
-"""Functions that tests run on ranks. A rank is a process with torchrun's environment (see conftest.py)."""
+"""Functions that tests run on several ranks with conftest.run_ranks."""
 
 import ctypes
 import os
@@ -32,8 +32,8 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples of several lengths, four per prompt. If a prompt's second response is not
-    longer than its first, it begins with the same tokens (up to five)."""
+    """Returns random graded samples, four per prompt. Some responses to a prompt begin with the same
+    tokens."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -51,9 +51,8 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins the ranks' process group through the store of torchrun's agent at `port`. Then writes a key to
-    the group's store. Rank `late` joins one second later. Returns the sum of rank + 1 over the group, and
-    whether the store already had the key of an earlier group."""
+    """Joins the process group through the store at `port`. Returns the sum of rank + 1 over the group, and
+    whether the store had the key of an earlier group."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -67,16 +66,15 @@ def meet(port: int, late: int) -> tuple[int, bool]:
 
 
 def all_gradients(jobs) -> list[dict]:
-    """Returns gradients(cfg, samples) for each job (cfg, samples)."""
     return [gradients(*job) for job in jobs]
 
 
 def gradients(cfg, samples) -> dict[str, torch.Tensor]:
-    """Computes one policy update and one critic update on all samples with the functions of train.py. Returns
+    """Computes one update of policy and critic on all samples. Returns
 
-    policy.NAME, critic.NAME: the unsharded gradient of each parameter
-    metrics: the update's metrics
-    packs: number of this rank's packs"""
+    policy.NAME, critic.NAME: unsharded gradient of each parameter
+    metrics: metrics of the update
+    packs: number of packs on this rank"""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
@@ -107,12 +105,11 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor. The shards of a sharded tensor are gathered from all ranks."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns whole weights by name: dist.full_weights gathers them from a model sharded over the ranks."""
+    """Returns the whole weights, by name, of a model that is sharded over the ranks."""
     world = dist.init("cpu", "float32")
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -124,9 +121,8 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Trains a policy for three updates, twice. The first training moves weights and optimizer state between
-    host and device before and after each update, and reads all weights in between. The second moves nothing.
-    Returns, for each training, this rank's shards of the weights and of the optimizer state by name."""
+    """Trains a policy for three updates, once with moves between host and device, and once without. Returns,
+    for each training, this rank's shards of weights and optimizer state by name."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -151,7 +147,7 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
 
 
 def message_of(function, *args) -> str:
-    """Call function(*args). Returns the message of the user error that it raises, or ""."""
+    """Returns the message of the user error that function(*args) raises, or ""."""
     try:
         function(*args)
     except UserError as e:
@@ -160,7 +156,6 @@ def message_of(function, *args) -> str:
 
 
 def resolved(name: str) -> str:
-    """Returns model.resolve(name), or the message of its user error."""
     dist.init("cpu", "float32")
     try:
         return model.resolve(name)
@@ -169,7 +164,7 @@ def resolved(name: str) -> str:
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
-    """Returns, for each model, its log-probs of make_samples(5). Each model is sharded over the ranks."""
+    """Returns each model's log-probs of make_samples(5). The models are sharded over the ranks."""
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
@@ -177,8 +172,8 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Computes log-probs in bf16. Returns their largest difference from fp32 log-probs, and whether the
-    weights and gradients are fp32 all the same."""
+    """Returns the largest difference between log-probs in bf16 and fp32, and whether the weights and
+    gradients of the bf16 model are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -189,15 +184,15 @@ def in_bf16(path: str) -> tuple[float, bool]:
 
 
 def main(cfg, with_report: bool = False) -> str:
-    """Train. Returns the message of a user error, or "". Skips the report to save one second per run."""
+    """Trains. Returns the message of a user error, or ""."""
     if not with_report:
-        train.report.write_report = lambda folder: None  # not restored: the process ends after this run
+        train.report.write_report = lambda folder: None
     return message_of(train.main, cfg)
 
 
 def prepared(cfg) -> dict | str:
-    """Prepare a run. Returns its first step as "start", and its unsharded weights and optimizer state by
-    name. After a user error it returns the error's message."""
+    """Prepares a run. Returns the first step as "start", and unsharded weights and optimizer state by name. A
+    user error is returned as its message."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -209,19 +204,18 @@ def prepared(cfg) -> dict | str:
 
 
 def has_steps(cfg, count: int) -> bool:
-    """Returns whether the run's metrics contain at least `count` steps."""
     return sum("reward" in r for r in read_metrics(Path(cfg.out))) >= count
 
 
 def samples_for_a_second() -> bool:
-    """Returns whether this rank is sampling. If so, waits one second first."""
+    """Returns whether this rank is sampling, after a pause of one second if it is."""
     if sampling := dist.CURRENT.name == "rollout":
         time.sleep(1)
     return sampling
 
 
 def stopped(cfg, due, *args) -> str:
-    """Train. When due(*args) is true, the last rank sends itself SIGUSR1. No other rank gets a signal."""
+    """Trains. When due(*args) is true, the last rank sends itself SIGUSR1."""
     def send() -> None:
         while not due(*args):
             time.sleep(0.005)
@@ -233,12 +227,12 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Train as if on two hosts: rank 1 has the host name "other", and at the path `folder` it sees the
-    content of the folder `other`. Returns "no root" if this user is not root: only root may mount folders."""
+    """Trains as if on two hosts: rank 1 has the host name "other", and sees the folder `other` at the path
+    `folder`. Returns "no root" without root rights, because only root can mount folders."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks up the host name "other", which has no address
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo looks for an address of the host "other"
     if os.environ["RANK"] == "1":
         libc = ctypes.CDLL(None, use_errno=True)
         new_mounts_and_name, private, bind = 0x20000 | 0x4000000, 0x44000, 0x1000
@@ -250,11 +244,8 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Runs an update with NaN gradients, a finite update, and then three non-finite updates. Returns
-
-    - whether the first update left weights and optimizer state unchanged,
-    - whether the finite update changed the weights,
-    - the error message of the last update."""
+    """Runs a NaN update, a finite update, and three non-finite updates. Returns whether the first update
+    changed nothing, whether the finite update changed the weights, and the last error message."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
@@ -273,7 +264,8 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def gap_checked(cfg, gap: float) -> str:
-    """Returns train.check_gap's error message, or "". Engine and trainer differ by `gap` nats per token."""
+    """Returns train.check_gap's error message, or "". gap: difference of engine and trainer in nats per
+    token."""
     dist.init("cpu", "float32")
     meter = Meter()
     meter.add("logp_gap/mean", gap, 1)
@@ -281,7 +273,7 @@ def gap_checked(cfg, gap: float) -> str:
 
 
 def stalled() -> None:
-    """Rank 1 hangs in the phase "grading"; rank 0 waits for it in the next phase."""
+    """Rank 1 hangs in the phase "grading", and rank 0 waits for rank 1."""
     def hang() -> None:
         time.sleep(1000)
 
@@ -297,10 +289,10 @@ def stalled() -> None:
 def resampled(cfg) -> dict:
     """Samples step 0 with --resample_rounds. Returns
 
-    drawn: the prompts first drawn for the step
-    prompts: the prompts after uniform groups were replaced
+    drawn: prompts first drawn
+    prompts: prompts after groups of equal rewards were replaced
     rewards: this rank's rewards by prompt_id
-    measured: number of groups that the metric pass@n counts
+    measured: number of groups in the metric pass@n
     alarms: text of alarms.jsonl"""
     run = train.prepare(cfg)
     meter = Meter()
@@ -315,8 +307,8 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """Samples trajectories of several turns with the environment `env`, in rounds of 5 tokens. Returns
-    (prompt_id, sample_id) -> (tokens, turns, is_sampled) for this rank's trajectories."""
+    """Samples trajectories in rounds of 5 tokens. Returns (prompt_id, sample_id) -> (tokens, turns,
+    is_sampled)."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -328,8 +320,8 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
 
 
 def checked(engine, policy, prompts) -> tuple[str, float]:
-    """Returns the result of `selfcheck`: its error message or "", and the mean difference between the
-    log-probs of engine and trainer in nats per token."""
+    """Returns the self-check's error message or "", and the mean difference between the log-probs of engine
+    and trainer in nats per token."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -339,16 +331,15 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns for this rank
+    """Samples with vLLM. Returns, for this rank,
 
-    0.0, 1.0: the samples at this temperature by (prompt_id, sample_id)
-    turns: the result of turns_in_rounds
-    selfcheck: the result of checked"""
+    0.0, 1.0: samples at this temperature by (prompt_id, sample_id)
+    turns: result of turns_in_rounds
+    selfcheck: result of checked"""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
-    # vLLM's CPU build names its shared memory by the rank numbers alone, so two tests would use the same
-    # memory. It also never deletes the memory's files. So this test puts its port into the name, and removes
-    # the files at the end.
+    # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would
+    # use the same memory if the port were not part of the name.
     name, port = Shared.make_group_name, os.environ["MASTER_PORT"]
     Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
@@ -373,12 +364,12 @@ def engine_samples(cfg, prompts, env: str) -> dict:
 
 def mistakes(commands: list[list[str]]) -> list[str]:
     """Returns the error message of each command line, as if vLLM were not installed."""
-    sys.modules["vllm"] = None  # importing it raises ImportError
+    sys.modules["vllm"] = None
     return [message_of(lambda words: train.main(parse(words)), argv) for argv in commands]
 
 
 def first_rows(cfgs):
-    """Train each config in this process. Returns each run's metrics."""
+    """Trains each config in this process. Returns each run's metrics."""
     out = []
     for cfg in cfgs:
         main(cfg)
@@ -387,8 +378,8 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the messages of check_gold about the training and evaluation data of `cfg`. If check_gold
-    raises a user error, the last message is "refused: " and the error's text."""
+    """Returns the messages of check_gold about the data of `cfg`. If check_gold refuses the data, the last
+    message begins with "refused: "."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)
@@ -400,7 +391,6 @@ def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
 
 
 def gold_check(cfg) -> list[str]:
-    """Returns gold_messages(cfg, ...) with a new tokenizer, grader and process group."""
     world = dist.init("cpu", "float32")
     with make_grader(cfg) as grader:
         said = gold_messages(cfg, model.load_tokenizer(cfg.model), grader, world)

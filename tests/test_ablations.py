@@ -1,5 +1,4 @@
-"""Tests of bench/tasks.py and bench/ablations.py: the tasks' problems and base models, the statistics over
-seeds, and variants that make the training wrong on purpose."""
+"""Tests of bench/tasks.py and bench/ablations.py."""
 
 import dataclasses
 import json
@@ -23,7 +22,7 @@ from data import Sample
 from engines import torch_engine
 from tools import tiny
 
-# Task -> (function that writes a problem's solution, function that returns problems).
+# Task -> (function that writes a solution, function that lists problems).
 WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.two_digits),
          "countdown": (tasks.countdown, tasks.countdowns), "think": (tasks.think, tasks.think_pairs),
          "sums": (tasks.sums, tasks.two_digits)}
@@ -31,7 +30,7 @@ WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.
 
 @pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
-    """With slip 0, every equation of a solution holds, and the last one gives the answer."""
+    """Without slips, every equation of a solution holds."""
     rng, (work, problems) = random.Random(1), WORKS[task]
     for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
@@ -57,7 +56,7 @@ def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
     for numbers in task.problems(rng)[:500]:
         gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
         right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
-    # A countdown text never guesses and has no wrong numbers. It is wrong only if its last attempt is wrong.
+    # A countdown text is wrong only if its last attempt is wrong.
     least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)
     assert least < fmean(right) < most
 
@@ -69,7 +68,7 @@ def test_countdown_takes_any_solution_and_no_other_expression():
     assert reaches(boxed("((6*2)+8)+4"), "((8*4)-6)-2", "") == 1  # both expressions are 24
     for wrong in ("((8-3)*4)+1", "((8-3)*2)+4", "((8/0)*4)+2", "22", "((8-3)*4)+2+0", "((8-3)*4)+²", ""):
         assert reaches(boxed(wrong), gold, "") == 0, wrong
-    assert reaches(gold, gold, "") == 0  # no box
+    assert reaches(gold, gold, "") == 0
 
 
 def test_a_base_model_is_a_function_of_task_and_seed_and_nothing_is_overwritten(tmp_path, monkeypatch):
@@ -81,7 +80,7 @@ def test_a_base_model_is_a_function_of_task_and_seed_and_nothing_is_overwritten(
                            for name in ("train", "heldout"))
     assert len(held_out) == tiny.HELD_OUT and not held_out & train_set
     (path / "notes").write_text("mine")
-    assert tasks.build(str(path), "countdown") == str(path)  # the folder already has this model
+    assert tasks.build(str(path), "countdown") == str(path)
     other = Path(tiny.build(f"{tmp_path}/other"))
     weights = (other / "model.safetensors").read_bytes()
     for out, seed in ((path, 0), (other, 1), (tmp_path, 0)):
@@ -105,8 +104,7 @@ def row(accuracy, rewards=(0.5,) * 10):
 
 
 def test_a_difference_is_paired_by_seed():
-    """The accuracy differs much more between seeds than between variant and reference (0.02). A seed that
-    only one of the two has is ignored."""
+    """A seed that only the variant or only the reference has is ignored."""
     reference = {seed: row(0.1 * seed) for seed in range(8)}
     variant = {seed: row(0.1 * seed + 0.02 + 0.001 * (seed % 2)) for seed in range(6)} | {20: row(0.0)}
     runs = {("chain", "grpo"): reference, ("chain", "x"): variant}
@@ -125,8 +123,8 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """The reward falls to 0 at step 10. The mean of the last five rewards falls below half of its best value
-    at step 12, so alarms up to step 12 count as before the collapse."""
+    """The mean of the last five rewards falls below half of its best value at step 12. So an alarm at step 12
+    is not late."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]
@@ -146,8 +144,7 @@ def test_recipes_differ_by_more_than_their_intervals():
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
-    """All committed runs have the current settings, and the committed tables show these runs. To update them,
-    run `python -m bench.ablations`."""
+    """The committed tables show the committed runs. To update the tables, run `python -m bench.ablations`."""
     rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
     plan = ablations.plan_of(ablations.matrix(), dict.fromkeys(ablations.TASKS, "base"))
     made = {(row["task"], row["variant"], row["seed"]) for row in rows}
@@ -176,25 +173,24 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
             key = ablations.key_of(cfg, variant)
             assert key == ablations.key_of(ablations.config_of(task, variant, 0, "elsewhere"), variant)
             assert key != ablations.key_of(dataclasses.replace(cfg, policy_lr=1e-5), variant)
-            assert (task, key) not in seen, name  # two variants never have the same settings
+            assert (task, key) not in seen, name  # no two variants may have the same settings
             seen.add((task, key))
     assert all({c.variant, c.reference} <= set(ablations.CORE) for c in ablations.CLAIMS)
 
 
-# --- variants with a wrong estimator, and a user's function (--vary)
+# --- variants that are wrong on purpose
 
 
 @pytest.fixture
 def restored(monkeypatch):
-    """After the test, restores the functions that the variants replaced."""
+    """Restores, after the test, the functions that the variants replaced."""
     for module, name in [*ablations.HOOKS.values(), (train, "counts"), (train, "policy_pack_loss"),
                          (train, "add_group_advantages"), (train, "rollout")]:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def gradient():
-    """Returns the gradient of GRPO's loss for log-probs (4,) of a pack of two segments. Old and new log-probs
-    are equal."""
+    """Returns the gradient of GRPO's loss for the log-probs (4,) of a pack of two segments."""
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
     mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
@@ -209,8 +205,7 @@ def test_without_the_stop_gradient_nothing_is_learned(restored):
 
 
 def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
-    """The function `advantage` of docs/forking.md replaces grpo.group_advantages. It subtracts the group's
-    median from each reward."""
+    """The function `advantage` of docs/forking.md replaces grpo.group_advantages."""
     file, text = tmp_path / "my.py", (ablations.ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def advantage(" in block]
     file.write_text(code)
@@ -226,8 +221,8 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """At five steps the engine samples with the weights of two steps before, and with noise on the logits.
-    The evaluation after the last step uses the newest weights and no noise."""
+    """The engine samples with weights two steps old and with noise on the logits. The evaluation after the
+    last step has the newest weights and no noise."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):
@@ -245,8 +240,8 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """An update has two packs, of 4 and 12 tokens. The mean over the update gives each token the weight 1/16.
-    The mean of the packs' means gives the tokens the weights 1/8 and 1/24."""
+    """Two packs have 4 and 12 tokens. The mean over the update gives each token the weight 1/16, but the mean
+    of the packs' means gives the weights 1/8 and 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

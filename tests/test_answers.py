@@ -1,8 +1,4 @@
-r"""Tests of answers: which text of a response is its answer, and which answers equal the gold answer.
-
-`RIGHT` and `WRONG` cover the kinds of mistakes that graders are known to make. bench/equality.py counts
-mistakes on thousands of pairs. tests/test_reward.py tests the processes that grade.
-"""
+r"""Tests of answers: which text of a response is the answer, and which answers equal the gold answer."""
 
 import time
 
@@ -12,12 +8,12 @@ from configs import UserError
 from grading import answers
 from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
-# --- Extraction.
+# --- extraction
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
-# (response, extractor -> the answer that it reads). An extractor that is not listed finds no answer. "whole"
-# is never listed: it reads everything after </think>.
+# (response, extractor -> answer). An extractor that is not listed finds no answer. Exception: "whole" is
+# never listed and returns all text after </think>.
 FORMATS = [
     (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
     (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",
@@ -88,7 +84,8 @@ def test_extractors_have_names_and_others_are_refused():
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
     r"<answer>\boxed{1}</answer>", "\\"])
 def test_every_extractor_takes_linear_time(name, unit):
-    """100 kB take 20 times as long as 5 kB in linear time, and 400 times as long in quadratic time."""
+    """In linear time 100 kB take 20 times as long as 5 kB. In quadratic time they would take 400 times as
+    long."""
     def seconds(size):
         text = f"<answer>{unit * (size // len(unit))}</answer>"
         start = time.process_time()
@@ -98,7 +95,7 @@ def test_every_extractor_takes_linear_time(name, unit):
     assert min(seconds(100_000) for _ in range(3)) < 100 * seconds(5_000) + 0.1
 
 
-# --- Equality. In a line of RIGHT all answers are equal. In a line of WRONG no other answer equals the first.
+# --- equality: in a line of RIGHT all answers are equal; in a line of WRONG none equals the first
 
 RIGHT = [line.split(" ~ ") for line in r"""
 \frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23
@@ -296,8 +293,8 @@ def test_near_misses_are_wrong(gold, answer):
 
 @pytest.mark.parametrize("line", RIGHT, ids=lambda line: line[0])
 def test_rewrites_equal_one_another(line):
-    """In a line of RIGHT any answer equals any other, also with response and gold answer swapped. Lines with
-    units or names are skipped: `10 cm` and `10 m` both equal `10`, but do not equal each other."""
+    """Any two answers in a line of RIGHT are equal. Lines with units or names are skipped, because `10 cm`
+    and `10 m` both equal `10` but not each other."""
     if not any(mark in " ".join(line) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
         assert all(grade(a, b) for a in line for b in line)
 
@@ -310,7 +307,7 @@ def test_rewrites_equal_one_another(line):
     "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$"])
 def test_the_trainer_spends_little_on_any_answer(unit):
-    """quick_grade runs in the trainer's process, so it must be fast. Answers have up to 2000 characters."""
+    """quick_grade runs in the trainer's process, so it must be fast."""
     text = (unit * 2000)[:2000]
     for gold in ("7", "7+x", "(1,2)", r"\{1,2,3\}", r"5\text{ cm}", "x>2"):
         start = time.process_time()
@@ -319,7 +316,6 @@ def test_the_trainer_spends_little_on_any_answer(unit):
 
 
 def test_math_verify_is_asked_about_expressions_only():
-    """quick_grade leaves few answers to math-verify: only expressions. For these it returns None."""
     pairs = [(answer, row[0]) for row in RIGHT + WRONG for answer in row[1:]]
     sure = [pair for pair in pairs if not set("".join(pair)) & set("\\=√")]
     asked = [pair for pair in sure if quick_grade(*pair) is None]

@@ -1,5 +1,4 @@
-"""Tests of the checks at the start of a run, of the lock of its folder, and of signals. If one rank finds a
-mistake, all ranks end before training with the same line, which names that rank's host."""
+"""Tests of the checks at the start of a run, of the lock of a run's folder, and of signals."""
 
 import dataclasses
 import json
@@ -33,8 +32,8 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """Trains on two ranks, as if on two hosts (ranks.elsewhere). Returns the error line, which must be the
-    same on both ranks."""
+    """Trains on two ranks, as if on two hosts (ranks.elsewhere). Returns the error line, which both ranks
+    show."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -44,7 +43,7 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """The two hosts see different disks at the path of --out, because the folder is not on a shared disk."""
+    """The folder of --out is not on a shared disk."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")
@@ -52,7 +51,7 @@ def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
 
 @pytest.mark.parametrize("differs", ["--data", "--model", "--eval_data here-train"])
 def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
-    """Rank 1's host lacks one training problem or one held-out problem, or has one changed weight."""
+    """Rank 1's host lacks one problem, or has one changed weight."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         shutil.copytree(base.model if differs == "--model" else Path(base.data[0]).parent, folder)
@@ -67,7 +66,6 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
 
 
 def test_a_mistake_on_one_host_is_the_line_that_all_show(base, tmp_path):
-    """Only rank 1's host lacks the data. Both ranks show rank 1's error, with its host name."""
     shutil.copytree(Path(base.data[0]).parent, tmp_path / "here")
     (tmp_path / "empty").mkdir()
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), data=(f"{tmp_path}/here/train.jsonl",))
@@ -84,7 +82,6 @@ def test_ranks_that_would_resume_from_other_checkpoints_are_refused(base, two_ra
 
 
 def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
-    """The error line comes after torchrun's own report. The output has no traceback of train.py."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          f"{ROOT}/train.py", "tiny-ppo", "--model", f"{tmp_path}/none", "--out", f"{tmp_path}/o"],
@@ -108,7 +105,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """Writes a lock file of process 7 on the host "other" to `folder`. `owner` changes these fields."""
+    """Writes to `folder` the lock of process 7 on the host "other". `owner` changes fields of the lock."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1", "id": "x"} | owner))
@@ -130,8 +127,8 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """If the lock's owner ran on this host and is dead, a new run takes the lock, even if another process now
-    has the owner's process id."""
+    """If the lock's owner is dead, a new run on the same host takes the lock, even if another process has the
+    owner's id."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -145,8 +142,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A run takes over another host's lock at once if the last heartbeat is old. If it is recent, the run
-    waits DEAD seconds for another heartbeat. Only a new heartbeat refuses the folder."""
+    """If the last heartbeat of another host's lock is old, a run takes the lock at once. If not, the run
+    waits DEAD seconds. A new heartbeat in this time refuses the folder."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -155,7 +152,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
     lock.release()
     assert not file.exists()
     monkeypatch.setattr("guard.lock.DEAD", 1.0)
-    for seconds in (0, 10**9):  # a file time that lies far in the future is not a heartbeat
+    for seconds in (0, 10**9):  # a time far in the future is not a heartbeat
         file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
         os.utime(file, (time.time() + seconds,) * 2)
         FolderLock(file).claim()
@@ -170,8 +167,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
 
 
 def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
-    """A run may lose the lock of its folder to another run, for example while its host sleeps. It then ends
-    and writes nothing more."""
+    """A run ends if another run takes the lock of its folder."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
     monkeypatch.setattr("guard.lock.HEARTBEAT", 0.1)
     (process,), folder = start_ranks(1, ranks.main, cfg)
@@ -183,8 +179,7 @@ def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
-    """A folder with a config.json that no run wrote is refused and stays unchanged. A folder with other files
-    is accepted."""
+    """A folder with a config.json that no run wrote is refused and stays unchanged."""
     (tmp_path / "config.json").write_text("{}")
     cfg = dataclasses.replace(base, out=str(tmp_path), steps=1)
     assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]
@@ -194,7 +189,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 
 def test_a_refused_run_leaves_no_folder(base, tmp_path):
-    """A refused run removes the folders that it made. It leaves folders that were there before."""
+    """A refused run removes only the folders that it made."""
     (tmp_path / "mine").mkdir()
     for out in ("new/deep/run", "mine", "mine/run"):
         cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
@@ -202,13 +197,13 @@ def test_a_refused_run_leaves_no_folder(base, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
-# --- check, then learn, then save
+# --- checks before an update
 
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
     """If the log-probs of engine and trainer differ by more than --max_logp_gap, the run ends before the
-    policy's first update of the step. It saves no checkpoint and no metrics of that step."""
+    policy's first update and saves nothing of this step."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
@@ -221,8 +216,7 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """All rewards are 0, so every group is uniform, and the run would resample for ever. A signal ends it.
-    The run has trained nothing."""
+    """All rewards are 0, so the run would resample for ever without the signal."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()
@@ -235,7 +229,6 @@ def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
 
 
 def storm(pid):
-    """Send the process 400 signals of each of two kinds, as fast as possible."""
     for _ in range(400):
         for number in (signal.SIGTERM, signal.SIGUSR1):
             with suppress(ProcessLookupError):
@@ -243,8 +236,8 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """Returns in how many of the `rounds` a signal requested a stop. In each round another process sends many
-    signals, so that some arrive while an earlier one is being handled."""
+    """Returns in how many of the `rounds` a signal requested a stop. In each round so many signals come that
+    some arrive while an earlier one is handled."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0
@@ -263,8 +256,7 @@ def test_a_signal_may_come_while_another_is_handled():
 
 
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
-    """The report can't be written, because a folder has the name plot.png. The models are already saved, so
-    the run prints one line and does not fail."""
+    """A folder named plot.png makes the report fail after the models are saved. The run prints one line."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     (tmp_path / "plot.png").unlink(missing_ok=True)
     (tmp_path / "plot.png").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of checkpoints and exports, and of runs that meet a kill, a stop, a full disk, a stall or a NaN."""
+"""Tests of checkpoints and exports, and of runs with a kill, a full disk, a stall or a NaN."""
 
 import binascii
 import dataclasses
@@ -37,37 +37,33 @@ from tools.tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
-    """Returns whether `run_`, the result of conftest.run, has the same metrics and weights as the fixture
-    `two_ranks`, bit by bit."""
+    """Returns whether `run_`, a result of conftest.run, equals the fixture `two_ranks`, bit by bit."""
     rows, policy = run_
     _, rows_, policy_ = two_ranks
     return maths(rows) == maths(rows_) and all(torch.equal(policy[k], policy_[k]) for k in policy_)
 
 
 def restore(count, base, out):
-    """Prepares a new run on `count` ranks from the newest checkpoint of `out`. Returns, for each rank, the
-    unsharded weights and optimizer state by key, and the first step as "start"."""
+    """Resumes the run `out` on `count` ranks. Returns the result of ranks.prepared of each rank."""
     cfg = dataclasses.replace(base, resume=str(out), out=f"{out}-on-{count}")
     return run_ranks(count, ranks.prepared, cfg)
 
 
 def equal(a, b):
-    """Returns whether two dictionaries of tensors and numbers are equal, bit by bit."""
+    """Returns whether two dictionaries of tensors are equal, bit by bit."""
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, count):
-    """A checkpoint of 2 ranks gives 1 rank and 4 ranks the same weights and optimizer state, bit by bit."""
     two = restore(2, base, two_ranks[0])[0]
     assert two["start"] == 4 and len(two) > 50
     assert all(equal(other, two) for other in restore(count, base, two_ranks[0]))
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """A plain safetensors reader opens every file of tensors. The slices in these files make up the tensors
-    that a resumed run loads; the files' headers have the offsets. All other files are JSON. COMPLETE lists
-    the size and checksum of every file."""
+    """The slices in the safetensors files make up the tensors that a resumed run loads. All other files are
+    JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -78,7 +74,7 @@ def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, bas
         if file.suffix != ".safetensors":
             assert json.loads(file.read_text()) and file.name in ("state.json", "COMPLETE")
             continue
-        with safe_open(file, "pt") as f:  # raises an error if a byte of the file belongs to no tensor
+        with safe_open(file, "pt") as f:  # an error if a byte of the file belongs to no tensor
             offsets = json.loads(f.metadata()["DCP_SHARDING_INFO"])
             for key in f.keys():
                 piece = f.get_tensor(key)
@@ -90,18 +86,18 @@ def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, bas
     assert found[f"{weight}.step"] == 4 and found["critic.model.embed_tokens.weight.step"] == 8
 
 
-OPTIMIZERS = {  # name -> (optimizer, number of its state tensors in a checkpoint of two linear layers)
+OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear layers)
     "Adam": (lambda p: torch.optim.Adam(p, amsgrad=True), 16),
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
     "no state": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-    "late": (torch.optim.AdamW, 12),  # first step after the checkpoint, as with --freeze_policy_steps
+    "late": (torch.optim.AdamW, 12),  # this optimizer's first step comes after the checkpoint
 }
 
 
 def trained(kind, out, shard_ranks):
-    """Trains a model with the optimizer `kind` for 6 steps, beside a reference that is not trained. If `out`
-    is a folder, saves after step 3 and resumes from there. Returns the save's warnings, and for each of the
-    two models its weights and optimizer state by key."""
+    """Trains a model with the optimizer `kind` for 6 steps. If `out` is given, saves after step 3 and resumes
+    from this checkpoint. Returns the warnings, and weights and optimizer state of the model and of an
+    untrained reference."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "problems": "some", "reward_files": {}}
 
@@ -124,7 +120,7 @@ def trained(kind, out, shard_ranks):
     if out:
         saver = ckpt.Saver(out, models, PRESETS["tiny-ppo"], facts, 0, said.append)
         saver.save(3)
-        train(models, range(3, 4))  # while the save is in flight
+        train(models, range(3, 4))  # the save is still in progress
         saver.finish()
         models = new()
         assert ckpt.resume(ckpt.find(out, "auto"), models, facts) == 3
@@ -135,8 +131,8 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """A checkpoint restores the state of any optimizer, although training goes on while it is written. With
-    4 ranks, ranks 2 and 3 have the same shards as ranks 0 and 1, so only ranks 0 and 1 write."""
+    """The checkpoint has the state of step 3, although training continues during the save. Of ranks with
+    equal shards only one writes."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -167,8 +163,8 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
 @pytest.mark.parametrize("victim,moment", [
     (0, "samples/step_000000*"), (1, "ckpt/.step_000002*"), (0, "ckpt/.step_000004*")])
 def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, victim, moment):
-    """One of two ranks is killed with SIGKILL: before the first save, during the first save, or during the
-    second save. The restarted run then equals an uninterrupted run."""
+    """One of two ranks is killed before the first save, during the first save, or during the second save. The
+    restarted run equals an uninterrupted run."""
     processes, _ = start_ranks(2, ranks.main, dataclasses.replace(base, out=str(tmp_path)))
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
     processes[victim].kill()
@@ -182,8 +178,8 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, v
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tmp_path):
-    """One of two ranks gets SIGUSR1. Both ranks then save a checkpoint of all finished steps and return. The
-    resumed run equals the uninterrupted run `two_ranks`."""
+    """If one of two ranks gets SIGUSR1, both ranks save a checkpoint and end. The resumed run equals an
+    uninterrupted run."""
     out = tmp_path / "s"
     cfg = dataclasses.replace(base, out=str(out), save_every=0)
     assert run_ranks(2, ranks.stopped, cfg, ranks.has_steps, cfg, 1) == ["", ""]
@@ -194,7 +190,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tm
 
 @pytest.fixture
 def disk(request, tmp_path):
-    """Returns the folder of a small disk in memory. The test's parameter `disk` is its size."""
+    """Returns the folder of a small disk in memory. The test's parameter `disk` is the disk's size."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", folder]
@@ -206,8 +202,7 @@ def disk(request, tmp_path):
 
 @pytest.mark.parametrize("disk", ["32m"], indirect=True)
 def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
-    """The disk is full only while the run saves after step 4. This checkpoint fails with a warning. The run
-    finishes, and its other checkpoints are complete."""
+    """If the disk is full during a save, this save fails with a warning, and the run continues."""
     out = disk / "run"
 
     def fill():
@@ -217,7 +212,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
                 while True:
                     f.write(bytes(2**16))
         wait_until(lambda: list(out.glob("ckpt/.step_000004*")), pause=0.001)
-        wait_until(lambda: not list(out.glob("ckpt/.step_000004*")), pause=0.001)  # the run removes it
+        wait_until(lambda: not list(out.glob("ckpt/.step_000004*")), pause=0.001)  # deleted by the run
         (disk / "ballast").unlink()
 
     filler = threading.Thread(target=fill, daemon=True)
@@ -234,7 +229,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
 
 
 def marked(out, steps):
-    """Makes checkpoint folders of these steps, with nothing but the file COMPLETE. Returns their paths."""
+    """Makes checkpoint folders with nothing but the file COMPLETE."""
     for step in steps:
         ckpt.step_folder(out, step).mkdir(parents=True)
         (ckpt.step_folder(out, step) / "COMPLETE").write_text("{}")
@@ -245,8 +240,8 @@ def marked(out, steps):
     ({1: 0.3, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.6}, [2, 4, 5], 2),
     ({999_998: 0.1, 999_999: 0.5, 1_000_000: 0.5}, [999_999, 1_000_000], 1_000_000)])
 def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
-    """--keep 2 keeps the two newest checkpoints and the one with the best evaluation (the newest of equally
-    good ones). The link `best` leads to it. A folder without COMPLETE is no checkpoint."""
+    """--keep 2 keeps the two newest checkpoints and the best one, to which the link `best` leads. A folder
+    without COMPLETE is no checkpoint."""
     marked(tmp_path, scores)
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -261,8 +256,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
 
 
 def test_a_config_that_is_another_algorithm_is_refused(two_ranks, base):
-    """A run can't be resumed with another learning rate or clip: the error names the flag. It can be resumed
-    with another pack length."""
     other = dataclasses.replace(base, out=str(two_ranks[0]), policy_lr=1e-4, clip_low=0.1, pack_len=512)
     said = run_ranks(2, ranks.main, other)
     assert all("policy_lr: 0.001 -> 0.0001; clip_low: 0.2 -> 0.1" in s for s in said)
@@ -281,7 +274,7 @@ def test_what_may_differ_on_resume():
     debug["prompts_per_step"] = 7  # a flag beats the layout
     assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == [
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
-    share = dataclasses.replace(PRESETS["orz-7b"], warmup_updates=0.1)  # a share of the run's updates
+    share = dataclasses.replace(PRESETS["orz-7b"], warmup_updates=0.1)  # a fraction of the run's updates
     old_share = json.loads(json.dumps(dataclasses.asdict(share)))
     assert changed(old_share, dataclasses.asdict(dataclasses.replace(share, steps=9))) == ["steps: 0 -> 9"]
     other = dataclasses.replace(PRESETS["orz-7b"], prompts_per_step=16, betas=(0.9, 0.99), seed=1)
@@ -290,8 +283,8 @@ def test_what_may_differ_on_resume():
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
-    """An update with NaN or infinite gradients changes no weight and no optimizer state, and its packs are
-    saved to a file. The third such update in a row ends the run."""
+    """An update with NaN or infinite gradients changes no weight. The third such update in a row ends the
+    run."""
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
     assert "in step 0, and the last complete checkpoint is none" in ended
@@ -299,7 +292,6 @@ def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
 
 
 def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
-    """One of two ranks hangs in a phase. Within seconds both ranks print their stacks and end."""
     began = time.monotonic()
     processes, _ = start_ranks(2, ranks.stalled)
     for p in processes:
@@ -311,8 +303,6 @@ def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
 
 
 def test_the_command_exports_either_model(two_ranks, tmp_path):
-    """`python ckpt.py export` exports policy or critic as a model of transformers. A mistake in its arguments
-    raises a user error."""
     out = two_ranks[0]
     for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
         ckpt.main(["export", str(out), "best", str(tmp_path / who), who])
@@ -325,9 +315,8 @@ def test_the_command_exports_either_model(two_ranks, tmp_path):
 
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    """A run with --resume PATH starts from PATH. If it is restarted, it continues from its own newest
-    checkpoint. An older checkpoint of its own is refused, whatever path leads to it, because the run would
-    lose all later steps."""
+    """With --resume PATH a run starts from PATH. After a restart the run continues from its own newest
+    checkpoint. An older checkpoint of its own is refused, because all later steps would be lost."""
     (there,), (eight, ten) = marked(tmp_path / "there", [6]), marked(tmp_path / "here", [8, 10])
     new, link = tmp_path / "new", tmp_path / "link"
     link.symlink_to("here")
@@ -357,9 +346,8 @@ def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):
 
 
 def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, capfd):
-    """With --start_from, policy and critic start with the checkpoint's weights and with new optimizers. The
-    number of ranks and the learning rate may differ. The reference is the checkpoint's policy, also after
-    the new run is resumed."""
+    """With --start_from, policy and critic start with the checkpoint's weights and new optimizers. The
+    reference is the checkpoint's policy."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=f"{two_ranks[0]}/2", seed=7, steps=1,
                               lr_decay="constant", kl_coef=0.1)
     source = tmp_path / "a"
@@ -386,8 +374,8 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
 
 
 def test_signals_are_handled_only_while_training():
-    """Inside handle_signals a signal requests a stop, and the process would be killed after the grace period.
-    After handle_signals the earlier handlers are back, and the process is not killed."""
+    """After handle_signals, the earlier handlers are back and the grace period no longer kills the
+    process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -396,17 +384,17 @@ def test_signals_are_handled_only_while_training():
     time.sleep(0.5)  # longer than the grace period
 
 
-# --- no file of the user is removed, and no checkpoint is written twice
+# --- files of the user stay
 
 
 def tree(folder):
-    """Returns relative path -> bytes of the file, or target of the link, for everything in a folder."""
+    """Returns relative path -> bytes of each file, or target of each link."""
     return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes()
             for p in sorted(folder.rglob("*")) if p.is_symlink() or p.is_file()}
 
 
 def copy_of(two_ranks, out):
-    """Makes the run folder `out` with a copy of the checkpoints of `two_ranks` and nothing else."""
+    """Copies the checkpoints of `two_ranks`, and nothing else, to the folder `out`."""
     shutil.copytree(two_ranks[0] / "ckpt", out / "ckpt", symlinks=True)
     return out
 
@@ -414,8 +402,7 @@ def copy_of(two_ranks, out):
 @pytest.mark.parametrize("where", ["the run", "its folder of checkpoints", "a folder with a file", "a link",
                                    "a file", "a link to nothing"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """The export to such a path is refused and changes no file. The checkpoint is damaged, and the error does
-    not say so: the path is checked before the checkpoint is read."""
+    """An export to such a path is refused, even before the damaged checkpoint is read."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -431,8 +418,7 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
 
 
 def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
-    """An export may go to a new path, into an empty folder, or over an earlier export. The file torz.json
-    names run and step. The export deletes the temporary folder of a killed export, and leaves none itself."""
+    """An export may go to a new path, into an empty folder or over an earlier export."""
     (tmp_path / "empty").mkdir()
     for name in (".new.0123456789abcdef.part", ".new.mine.part"):
         (tmp_path / name).mkdir()
@@ -447,15 +433,15 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
 
 
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
-    """If the output folder has a finished run, `make demo` renames it. It leaves an unfinished run there, so
-    that the training resumes it."""
+    """`make demo` renames the folder of a finished run. The folder of an unfinished run keeps its name, so
+    that the training resumes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "requirements-cpu.txt", ".venv/.demo", "runs/tiny-base-0/tiny.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     out = tmp_path / "runs" / "mine"
     (tmp_path / ".venv/bin").mkdir()
-    program = tmp_path / ".venv/bin/torchrun"  # a stand-in for the training: writes the number $N to a file
+    program = tmp_path / ".venv/bin/torchrun"  # writes $N to a file instead of training
     program.write_text(f"#!/bin/sh\nmkdir -p {out}$DONE; [ -f {out}/n ] || echo $N > {out}/n\n")
     program.chmod(0o755)
 
@@ -471,8 +457,8 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A new checkpoint never replaces a complete one of the same step. It replaces the folder of a crashed
-    save, unless the folder has files that no checkpoint has, or is a link."""
+    """A new checkpoint never replaces a complete one. It replaces the folder of a crashed save, unless this
+    folder is a link or has files of the user."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -503,8 +489,8 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Returns a Saver for the folder `out`, the models that it saves (one small sharded model with Adam), and
-    the list to which it adds its warnings. Every rank of a test calls this."""
+    """Returns a Saver for the folder `out`, the models that it saves, and the list of its warnings. Every
+    rank must call this function."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
@@ -519,11 +505,10 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     assert "step_000004" in said and "--steps 4 or more, or another --out" in said
 
 
-# --- a checkpoint with a changed byte is refused
+# --- damaged checkpoints
 
 
 def flip(file):
-    """Change one bit in the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -531,9 +516,8 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """A file of the newest checkpoint has a changed bit, lacks a byte, or does not belong to it. Resume and
-    export then raise an error that names the file and the remedy. `python ckpt.py verify` finds the damage.
-    After the folder is moved away, the run resumes from the older checkpoint."""
+    """If a file is changed, cut or foreign, then resume, export and `python ckpt.py verify` name this
+    file."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -559,12 +543,12 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     ckpt.main(["verify", str(out)])
 
 
-# --- weights with NaN or infinity are not saved
+# --- NaN and infinity
 
 
 def poisoned(out, what):
-    """Saves once with finite numbers, then with a NaN in a weight or an infinity in the optimizer state.
-    Returns the message of the second save."""
+    """Saves finite numbers, then a NaN weight or an infinite optimizer state. Returns the second save's
+    message."""
     saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
@@ -586,8 +570,7 @@ def poisoned(out, what):
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
-    """The save ends the run on every rank. Its message names the tensor, the step and the last complete
-    checkpoint."""
+    """The message names the tensor, the step and the last complete checkpoint."""
     key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
     for said in run_ranks(2, poisoned, tmp_path, what):
         assert said.startswith("refused: ") and f"{key} " in said and "after 2 steps" in said
@@ -596,7 +579,6 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
 
 
 def exported(base, out):
-    """Exports a policy. Returns the error message, or ""."""
     dist.init("cpu", "float32")
     policy, tokenizer = load_policy(base.model), load_tokenizer(base.model)
     return ranks.message_of(ckpt.export_hf, dist.full_weights(policy), policy, tokenizer, base.model, out)
@@ -611,12 +593,12 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
     assert not list(disk.iterdir())
 
 
-# --- a user's own files in a run's folder
+# --- the user's files in a run's folder
 
 
 def busy(out, steps, disk):
-    """Saves a checkpoint of each step in `steps`, with --keep 1. Calls `disk` after the first save, if given.
-    Returns the warnings."""
+    """Saves a checkpoint of each step in `steps`, with --keep 1. Calls `disk` after the first save. Returns
+    the warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
         saver.save(step, wait=True)
@@ -626,8 +608,8 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """The user puts copies of checkpoints, other folders, a file and a linked checkpoint into ckpt/. Saves
-    still work. They change and delete none of these files."""
+    """A user may put copies of checkpoints, folders, files and links into ckpt/. Saves still work and change
+    none of these."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
@@ -647,21 +629,20 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
 
 
 def test_notes_in_an_old_checkpoint_stay(tmp_path):
-    """When a save deletes an old checkpoint, it keeps a user's file in that folder and prints one warning.
-    Here ckpt/ is a link to another folder, as a user may have it on another disk."""
+    """A save that deletes an old checkpoint keeps a user's file in that folder, and prints one warning."""
     (tmp_path / "big").mkdir()
     (tmp_path / "ckpt").symlink_to(tmp_path / "big")
     old = tmp_path / "ckpt" / "step_000001"
     (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
-    # One warning only: the folder has no COMPLETE any more, so later saves ignore it.
+    # Later saves ignore a folder without COMPLETE, so they give no warning.
     assert len(said) == 1 and "step_000001 can't be removed" in said[0]
     assert [p.name for p in old.iterdir()] == ["notes.txt"]
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
-    """The run's base model is no longer at its path, and the error names this path. With `--model NEW_PATH`
-    the export equals the run's own export, byte by byte."""
+    """The error names the old path. With `--model NEW_PATH` the export equals the run's own export, byte by
+    byte."""
     out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
     for folder in ckpt.complete(out):
         state = json.loads((folder / "state.json").read_text())
@@ -680,15 +661,14 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
 
 
 def test_no_pickle_is_read(two_ranks, base, tmp_path):
-    """Pickle files that run code when loaded lie beside the weights, with file names that other programs use
-    for checkpoints. Resume, export and model loading never open them."""
+    """Resume, export and model loading never open pickle files."""
     class Payload:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     code = pickle.dumps(Payload())
     pickle.loads(code)
-    (tmp_path / "ran").rmdir()  # fails unless the load above ran the pickle's code
+    (tmp_path / "ran").rmdir()  # an error if the load did not run the code
     out, model = copy_of(two_ranks, tmp_path / "run"), tmp_path / "model"
     shutil.copytree(base.model, model)
     for folder in (out / "ckpt" / "step_000004", out / "ckpt", out, model):
@@ -704,7 +684,7 @@ def test_no_pickle_is_read(two_ranks, base, tmp_path):
 
 
 QUESTIONS = ["12+30=", "  Is 'a' < \"b\"?\\n\n\tpäivää \u2028 \U0001f600 {{ x }} {% if %} {problem} <b>&\n"]
-# A --template file with Jinja's own characters. A prompt must contain them unchanged.
+# A --template file with Jinja's own characters, which a prompt must contain unchanged.
 FILE = "It's \"{problem}\"\\n\n{{ '{problem}' }}{# no #}\U0001f600\n"
 
 
@@ -716,9 +696,8 @@ def asked(tokenizer, question, system=""):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
-    """The exported chat template turns a conversation of one user turn into exactly the tokens of a training
-    prompt, with BOS if the tokenizer adds BOS. It raises an error for a conversation that --template can't
-    express."""
+    """The exported chat template turns one user turn into the tokens of a training prompt. It refuses a
+    conversation that --template can't express."""
     tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token
@@ -750,7 +729,7 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
 
 
 def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
-    """Every checkpoint contains the text of the --template file. So export works without the file."""
+    """Every checkpoint contains the text of the --template file."""
     (tmp_path / "ask.txt").write_text("Q: {problem} A:")
     cfg = dataclasses.replace(base, template=str(tmp_path / "ask.txt"), steps=1, eval_data=(), save_every=1)
     run(cfg, tmp_path / "run")
@@ -762,7 +741,7 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
 
 
 def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
-    """The saved file has every field of each pack by name (`0.tokens`), except fields that are None."""
+    """The file has every field of each pack, except fields that are None."""
     packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
     file = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
@@ -771,8 +750,7 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """A run was killed right after it wrote its last checkpoint. It had not yet made the link `best` or
-    deleted old and unfinished checkpoints. If the run is started again, it does this and saves nothing."""
+    """The restarted run makes the link `best`, deletes old and unfinished checkpoints, and saves nothing."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

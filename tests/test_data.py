@@ -1,4 +1,4 @@
-"""Tests of data.py: prompts, and how samples are divided into minibatches and packs."""
+"""Tests of data.py: prompts, minibatches and packs."""
 
 from dataclasses import replace
 
@@ -34,8 +34,7 @@ def test_partition_is_balanced_and_respects_the_cap():
 
 
 def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
-    """The minibatches are the same for any number of ranks. Within a minibatch all ranks have the same number
-    of packs, and nearly the same number of tokens. No pack is longer than --pack_len."""
+    """In a minibatch all ranks have equally many packs, and no pack is longer than --pack_len."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
     lengths, prompts = np.random.default_rng(0).integers(5, 100, 256), np.arange(256) // 4
     on_one_rank = None
@@ -53,13 +52,12 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """A prompt's eight samples are in one pack if they are short, and in several packs if they are long. A
-    few samples on many ranks are spread, so that each rank has some."""
+    """A prompt's eight samples are in one pack if they are short, and in several packs if they are long."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
     def packs_of_prompts(lengths: np.ndarray, ranks: int) -> list[set[int]]:
-        """Returns, for each prompt, the set of packs (by number) that have samples of this prompt."""
+        """Returns, for each prompt, the numbers of the packs that have samples of this prompt."""
         prompts = np.arange(len(lengths)) // 8
         minibatch, = data.assign(lengths, lengths, prompts, ranks, cfg, step=0)
         numbers = [set() for _ in range(len(lengths) // 8)]
@@ -74,12 +72,12 @@ def test_short_samples_of_a_prompt_stay_together():
 
 
 def test_shared_prefixes_are_computed_once():
-    """A token's prefix is all tokens of its sample up to this token. Tokens with equal prefixes are computed
-    once: `unique` has one token for each different prefix, and `inverse` maps each token to it."""
+    """`unique` has one token for each different prefix (a sample's tokens up to this token). `inverse` maps
+    each token of the pack to its entry in `unique`."""
     samples = make_samples(12)
-    samples.append(data.replace(samples[5], sample_id=9))  # a repeated response
+    samples.append(data.replace(samples[5], sample_id=9))  # this response occurs twice
     other = samples[7]
-    samples.append(data.replace(other, ids=other.ids[:1], logp=other.logp[:1]))  # a prefix of a response
+    samples.append(data.replace(other, ids=other.ids[:1], logp=other.logp[:1]))
     p = data.pack(samples)
     prefixes = [(*s.prompt, *s.ids)[:k + 1] for s in samples for k in range(s.length)]
     assert len(p.unique) == len(set(prefixes)) < len(prefixes) == len(p.tokens)

@@ -1,8 +1,8 @@
-"""Tests of the docs (README.md, CONTRIBUTING.md, docs/*.md) against the code: their commands run, and the
-flags, files, functions and numbers in them exist.
+"""Tests that the commands in README.md, CONTRIBUTING.md and docs/*.md run, and that named flags, files and
+functions exist.
 
-So that these tests find everything, the docs must write a command in an indented block, in a `bash` block or
-in a `code span`, and a function as `module.name`.
+The tests find a command only in an indented block, a `bash` block or a `code span`, and a function only as
+`module.name`.
 """
 
 import ast
@@ -39,7 +39,7 @@ DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in F
 README = DOCS["README.md"]
 TEXT = "\n\n".join(DOCS.values())
 FENCED = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
-PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)  # without fenced blocks; keeps indented ones
+PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)
 UNINDENTED = re.sub(r"^    .*\n", "", PROSE, flags=re.M)
 SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", UNINDENTED)]
 FOLDERS = ("engines", "grading", "guard", "tools")
@@ -47,7 +47,7 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# Start of a command in the docs -> why the tests do not run it. The tests run all other commands.
+# Start of a command that the tests do not run -> the reason.
 CANNOT = {
     "make demo": "takes minutes and a network; test_train.py runs the same program",
     "python -m bench.tasks": "takes a minute; test_turns.py makes such a model",
@@ -69,7 +69,7 @@ CANNOT = {
     "git show": "needs the history of the repository",
     "srun": "needs a cluster",
 }
-# Flags of Slurm's programs. The tests can't check them, because Slurm is not installed.
+# Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
@@ -80,7 +80,7 @@ GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", 
 
 
 def commands() -> list[str]:
-    """Returns every command in the docs once, each as one line without its comment."""
+    """Returns every command in the docs, each as one line without its comment."""
     blocks = re.findall(r"(?:^    .*\n)+", PROSE, re.M)
     blocks += [body for kind, body in FENCED if kind in ("", "bash", "sh")]
     lines = [line for b in blocks for line in re.sub(r"\\\n\s*", " ", b).splitlines()] + SPANS
@@ -89,8 +89,7 @@ def commands() -> list[str]:
 
 
 def tables(text: str, first: str) -> list[list[list[str]]]:
-    """Returns the Markdown tables in `text` whose first head cell is `first`. A table is a list of rows, and
-    a row a list of texts, one per column. The head comes first."""
+    """Returns the Markdown tables in `text` whose first head cell is `first`, each as a list of rows."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
         lines = [line for line in block.splitlines() if not re.fullmatch(r"[|:\s-]+", line)]
@@ -101,12 +100,12 @@ def tables(text: str, first: str) -> list[list[list[str]]]:
 
 
 def settings(cell: str) -> dict:
-    """Returns name -> Python value for each `name=value` in one cell of a Markdown table."""
+    """Returns name -> Python value for each `name=value` in a table cell."""
     def value(text: str):
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            return getattr(configs, text, text)  # the docs write STEP_BY_STEP instead of this long text
+            return getattr(configs, text, text)  # the docs write STEP_BY_STEP instead of its long text
 
     return {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]+)`", cell)}
 
@@ -116,8 +115,7 @@ def settings(cell: str) -> dict:
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """Returns what to put in place of a word such as RUN or OUT in the docs' commands, and in place of a file
-    that a user writes. my_reward.py has README's reward function."""
+    """Returns what replaces placeholders such as RUN or OUT in the docs' commands."""
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
@@ -129,7 +127,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…`. Runs it in a fork, to save the time of importing torch."""
+    """Returns the output of `python WORDS…`, run in a fork to save the import of torch."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)
@@ -157,7 +155,6 @@ def typed(words: list[str]) -> str:
 
 
 def test_commands_that_can_run_here_do(placeholders):
-    """Each command of the docs prints something and exits with status 0, except those of CANNOT."""
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():
@@ -204,10 +201,11 @@ def test_shell_scripts_are_shell():
         assert done.stderr == ""
 
 
-STAND_INS = {  # shell scripts in place of Slurm's programs; they write their arguments to files
+STAND_INS = {  # replace Slurm's programs and write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Acts like a training: runs until SIGUSR1, then saves for 0.3 s. If ENDS is set, exits with status 3.
+    # srun acts like a training: it runs until SIGUSR1, then saves for 0.3 s. With ENDS set, it exits with
+    # status 3.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -218,8 +216,8 @@ STAND_INS = {  # shell scripts in place of Slurm's programs; they write their ar
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """If Slurm signals the docs' job script, the script waits until srun has saved. Then it requeues the job,
-    unless the run has finished. Without a signal it exits with srun's status and does not requeue."""
+    """If Slurm signals the docs' job script, the script waits for the save and requeues an unfinished run.
+    Without a signal the script exits with srun's status."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -246,8 +244,7 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 
 def test_rows_of_data_are_read():
-    """grading/rows.py reads every row of data in the docs. The rows in README have different formats and all
-    contain the same problem and answer."""
+    """README's rows have different formats, but the same problem and answer."""
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
     assert all(problem_of(json.loads(r), "docs") for r in spans)
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
@@ -292,7 +289,7 @@ def test_every_file_exists(two_ranks):
 
 
 def test_every_link_resolves():
-    """Every link in the docs leads to an existing file. If it has an anchor, the file has this heading."""
+    """Every link in the docs leads to a file, and every anchor to a heading."""
     seen = 0
     for doc, text in DOCS.items():
         for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
@@ -332,8 +329,8 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """The table of docs/faults.md has a row for each fault of bench/chaos.py, and one for its --nodes 2. A
-    row's last column names a test of the fault, or says that only bench/chaos.py tests it."""
+    """docs/faults.md has a row for each fault of bench/chaos.py and for --nodes 2. The last column names a
+    test of the fault, or says that only bench/chaos.py tests it."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -368,8 +365,7 @@ def test_the_loop_calls_what_train_calls_in_its_order():
 
 
 def test_the_files_are_all_listed_and_import_only_downwards():
-    """README's table lists all files, from those that import others down to those that import none. A file
-    imports only files that come later in the table, or files of its own folder."""
+    """A file imports only files that come later in README's table, or files of its own folder."""
     (table,) = tables(README, "file")
     floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
@@ -389,8 +385,6 @@ def test_the_files_are_all_listed_and_import_only_downwards():
 
 
 def test_the_hours_are_the_plans():
-    """In README's table of presets, host memory, disk and hours are the output of tools/plan.py. Each run
-    fits in its GPUs."""
     (table,) = tables(README, "preset")
     seen = 0
     for preset, devices, host, disk, hours in table[1:]:
@@ -409,8 +403,7 @@ def test_the_hours_are_the_plans():
 
 
 def test_the_presets_are_what_their_table_says():
-    """Each preset has a row with its paper and its departures from the paper. The row lists exactly the
-    settings in which the preset differs from its base preset."""
+    """Each preset has a row with its paper and with the settings that differ from its base preset."""
     (table,) = tables(DOCS["docs/algorithms.md"], "preset")
     assert sorted(row[0].strip("`") for row in table[1:]) == sorted(PRESETS)
     compared = 0

@@ -1,4 +1,4 @@
-"""Tests that models of every supported family equal transformers' models, and that others are refused."""
+"""Tests that models of every supported family equal transformers' models."""
 
 import json
 import os
@@ -23,12 +23,12 @@ from engines.torch_engine import TorchEngine
 from guard.start import check_critic
 from tools import plan
 
-NEAR = 1e-5  # largest allowed difference: of log-probs in nats, of gradients as a share of their norm
+NEAR = 1e-5  # largest difference of log-probs (nats) and of gradients (relative to their norm)
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Returns a function: name in families.MODELS -> folder of the model, made at the first call."""
+    """Returns a function: name in families.MODELS -> folder of the model."""
     root = tmp_path_factory.mktemp("families")
     return lambda name: str(root / name) if (root / name).exists() else families.make(root, name)
 
@@ -48,14 +48,14 @@ def test_the_default_settings_of_a_family_are_accepted(model_type):
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):
-    """The config has dropouts of 0.5, and our model is in training mode. It must not apply them."""
+    """The model is in training mode, but must not apply the config's dropouts of 0.5."""
     assert model.load_config(folder).attention_dropout == 0.5
     gaps = families.compare_training(folder)
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    """Gradients in bf16 are equal, bit by bit, for any number of recomputed layers."""
+    """Gradients in bf16 are equal for any number of recomputed layers."""
     pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
@@ -68,8 +68,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Policy, critic and torch engine are created on the meta device and then rebuild their buffers, such as
-    rotary frequencies. These equal transformers' buffers in fp32, also in a bf16 engine."""
+    """Models are created on the meta device and then rebuild buffers such as rotary frequencies."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -82,7 +81,7 @@ def test_the_torch_engine_agrees_with_the_trainer(folder):
 
 @pytest.mark.parametrize("stop", ["é", "答案：", "ends here, and only here, after forty-one b", "\n\n"])
 def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base):
-    """The torch engine stops at the token that completes the stop string, and at no other token."""
+    """The torch engine stops at the token that completes the stop string."""
     tokenizer = model.load_tokenizer(tiny)
     engine = TorchEngine(tiny, tokenizer, families.replace(base, stop=(stop,)))
     ids = torch.tensor([tokenizer(f"a b ü {stop[:-1]} x {stop}").input_ids])
@@ -102,19 +101,17 @@ def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
 
 
 def test_exports_are_read_by_transformers(folder, tmp_path):
-    """transformers loads the exported policy and critic, and computes the same log-probs and values."""
     gaps = families.compare_export(folder, tmp_path)
     assert max(gaps.values()) < NEAR, gaps
-    model.load_policy(str(tmp_path / "policy"))  # refuses missing and unknown tensors
+    model.load_policy(str(tmp_path / "policy"))  # an error if a tensor is missing or unknown
     exported, original = (json.loads(Path(path, "config.json").read_text())
                           for path in (tmp_path / "policy", folder))
     assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
-    assert exported == original  # including dropouts
+    assert exported == original  # also the dropouts are equal
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """tools/plan.py counts the parameters from a config or a config.json file, to 1 %. It ignores norms and
-    biases that Llama and Qwen2 do not have: up to 1 % of a tiny model, and 0.01 % of a real model."""
+    """tools/plan.py counts parameters to 1 %, because it ignores some norms and biases."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
@@ -123,8 +120,7 @@ def test_the_plan_counts_the_parameters(folder):
 
 
 def test_shards_of_two_ranks_compute_the_same(folder_of):
-    """Sharding over two ranks changes no log-prob. Gemma 3 scales its embedding and has attention windows;
-    Cohere scales its logits."""
+    """Sharding must keep the scales of Gemma 3's embedding and Cohere's logits."""
     paths = [folder_of(name) for name in ("gemma3_text", "cohere")]
     for of_rank in run_ranks(2, ranks.sharded_logp, paths):
         for path, logp in zip(paths, of_rank, strict=True):
@@ -134,8 +130,7 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 
 def test_vllm_agrees_with_the_trainer(folder_of):
-    """vLLM runs olmo3 with transformers' class, and the five other families with its own classes.
-    bench/families.py compares all families."""
+    """vLLM runs olmo3 with transformers' class, and the five other families with vLLM's own classes."""
     paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
     assert max(gaps) < 1e-4, gaps
@@ -145,7 +140,6 @@ def test_vllm_agrees_with_the_trainer(folder_of):
 
 
 def test_dropout_is_off(folder_of):
-    """All dropout modules of a phi3 have probability 0. Two passes in training mode give equal results."""
     path = folder_of("phi3")
     p = data.pack(ranks.make_samples(3))
     for module in (model.load_policy(path), model.load_critic(path)):
@@ -160,7 +154,7 @@ def test_dropout_is_off(folder_of):
 
 
 def changed_folder(source: str, out: Path, **changes) -> str:
-    """Copies a model's folder `source` to `out` with `changes` in config.json. Returns the path of `out`."""
+    """Copies a model's folder `source` to `out` with `changes` in config.json."""
     out.mkdir()
     for file in Path(source).iterdir():
         (out / file.name).write_bytes(file.read_bytes())
@@ -190,8 +184,8 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
     ("llama", dict(model_type=""), "has model_type '', which")])
 def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_path):
-    """A setting that our model does not compute is refused: the error names the model's family. An unknown
-    family is refused: the error lists all supported families."""
+    """The error for a setting that our model does not compute names the family. The error for an unknown
+    family lists all supported families."""
     path = changed_folder(folder_of(name), tmp_path / "model", **changes)
     with pytest.raises(UserError, match=words) as e:
         model.load_config(path)
@@ -200,8 +194,7 @@ def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_pa
 
 
 def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
-    """The weight file has a bias of the head, which our model does not have. Loading it without this bias
-    would change the model, so it is refused."""
+    """The weight file has a bias of the head, which our model could not compute."""
     path = changed_folder(folder_of("llama"), tmp_path / "model")
     file = Path(path, "model.safetensors")
     save_file(load_file(file) | {"lm_head.bias": torch.ones(5)}, file, {"format": "pt"})
@@ -223,8 +216,7 @@ def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
 
 
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
-    """A run exports its critic, and ckpt.export exports it again from the checkpoint. Both exports have the
-    critic's own config and give equal values."""
+    """The critic is exported by the run, and again by ckpt.export."""
     critic = folder_of("gemma3_text")
     cfg = {"model": folder_of("granite"), "critic_model": critic}
     run = tmp_path / "run"
@@ -257,15 +249,14 @@ def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Returns an empty folder that stands in for the machine's Hugging Face cache. The network is off."""
+    """Returns an empty folder that replaces the Hugging Face cache. The network is off."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
 
 def put_into_cache(hub: Path, source: str) -> Path:
-    """Copies the model folder `source` into the cache as org/tiny, in the layout of huggingface_hub. Returns
-    the snapshot folder in the cache."""
+    """Copies the model folder `source` into the cache as org/tiny. Returns the snapshot folder."""
     snapshot = hub / "models--org--tiny" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     changed_folder(source, snapshot)
@@ -283,7 +274,7 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
-    """Instead of a download, rank 0 copies the model into the cache. Rank 1 waits and finds it there."""
+    """Rank 0 copies the model into the cache instead of a download. Rank 1 waits for rank 0."""
     from_hub = model.snapshot_download
 
     def snapshot_download(name, local_files_only=False, **options):

@@ -1,4 +1,4 @@
-"""Tests of docs/forking.md: each change that it describes is made in a copy of the program, and works."""
+"""Tests that each change in docs/forking.md works in a copy of the program."""
 
 import dataclasses
 import json
@@ -31,16 +31,16 @@ def told(start: str) -> str:
 
 
 # A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
-# docs/forking.md. The number in a comment below is the number of its section.
+# docs/forking.md, in the section that the comment above a list names.
 
-# 1. OPO (arXiv 2505.23585): the baseline is the mean of the group's rewards, weighted by response length.
+# Section 1, OPO (arXiv 2505.23585): the baseline is the group's mean reward, weighted by response length.
 OPO = [
     ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
      told("    if cfg.advantage == ")),
 ]
 
-# 1. SAPO (arXiv 2511.20347): a sigmoid of the ratio instead of a clip, steeper for negative advantages.
+# Section 1, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
 SAPO = [
     ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
      'ratio: Literal["token", "sequence", "clipped", "soft"]'),
@@ -48,7 +48,7 @@ SAPO = [
      told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
 ]
 
-# 2. The reference is a moving average of the policy's weights.
+# Section 2: the reference is a moving average of the policy's weights.
 AVERAGE = [
     ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -56,13 +56,13 @@ AVERAGE = [
 """, told("    for old, new in zip(run.ref")),
 ]
 
-# 3. A metric: the number of digits in a response.
+# Section 3: a new metric is the number of digits in a response.
 DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
      '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
 ]
 
-# 4. The engine ends a response that repeats itself.
+# Section 4: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [
     ("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
@@ -71,16 +71,16 @@ ENDS = [
     ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS),
 ]
 
-# 4. A run ends when nearly all samples are right.
+# Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 
-# 5. Problems in CSV files.
+# Section 5: training data is read from CSV files.
 CSV = [
     ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
     ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
 ]
 
-# 6. An engine without a cache: it computes the whole sequence again for each token.
+# Section 6: an engine without a cache computes the whole sequence for each token.
 ENGINE = [
     ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
     ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
@@ -88,23 +88,23 @@ ENGINE = [
      told("from engines.slow_engine")),
 ]
 
-# 7. Muon optimizes the matrices of the layers, and AdamW all other weights.
+# Section 7: Muon optimizes the matrices of the layers.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
      "weight_decay=cfg.weight_decay,\n                             fused=fused)\n", told("    matrices = ")),
 ]
 
-# 8. Checkpoints are copied to S3, and copied back if the run's folder is lost.
+# Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [
     ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
     ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
 ]
 
-# 9. A second part of the reward, which falls with the response's length.
+# Section 9: the reward has a second part, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 
-# 11. Only the last four layers are trained (here only the last one, because the model has two).
+# Section 11: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
@@ -112,12 +112,12 @@ FOLDERS = ("", "engines", "grading", "guard", "tools")
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """Returns name -> path of the program's files. Names are like `ckpt.py`, `engines/torch_engine.py`."""
+    """Returns name -> path of the program's files. A name is like `engines/torch_engine.py`."""
     return {p.relative_to(root).as_posix(): p for folder in FOLDERS for p in (root / folder).glob("*.py")}
 
 
 def fork(folder: Path, edits) -> str:
-    """Copies the program to `folder` and makes the edits in the copy. Returns the folder's path."""
+    """Copies the program to `folder` and edits the copy. Returns the path of `folder`."""
     for name, file in sources(ROOT).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / name)
@@ -135,8 +135,8 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """The edits above use every Python block of docs/forking.md except two. test_turns.py tests the
-    environment `respond`, and test_ablations.py tests the function `advantage`."""
+    """test_turns.py and test_ablations.py test two Python blocks of docs/forking.md. The edits above use all
+    other blocks."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == ["advantage", "respond"]
 
@@ -145,7 +145,7 @@ def test_the_documented_code_is_tested():
 
 
 def become(folder: str) -> None:
-    """Makes later imports of this process load the program's modules from `folder`."""
+    """Makes later imports of this process load the program from `folder`."""
     for name in sources(ROOT):
         sys.modules.pop(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     sys.modules.pop("ranks", None)
@@ -153,7 +153,6 @@ def become(folder: str) -> None:
 
 
 def configured(model: str, *flags: str):
-    """Returns the config of a command line with `flags`. All samples fit into one pack."""
     from configs import parse
 
     return parse(["tiny-grpo", "--model", model, "--device", "cpu", "--samples_per_prompt", "4",
@@ -161,8 +160,8 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Computes with the fork's train.py. Returns, for each kind of --advantage, the samples' advantages and
-    the policy's gradient by name. Also returns the samples' "rewards" and "lengths"."""
+    """Returns, for each kind of --advantage, the fork's advantages and policy gradient. Also returns the
+    samples' "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -180,8 +179,7 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_advantage(tiny, tmp_path):
-    """The advantages equal OPO's formula. Weighted by length, they sum to 0 over a group. Advantages and
-    gradient differ from those of --advantage group_mean."""
+    """The sum of OPO's advantages over a group, weighted by length, is 0."""
     kinds = ["group_mean", "length_weighted"]
     results = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, kinds)[0]
     advantages, gradient = results["length_weighted"]
@@ -198,9 +196,8 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Computes the policy loss of one pack whose old log-probs differ from the policy's. Returns, for each
-    kind of --ratio, (loss, gradient for the log-probs, gradient for the weights). Also returns "pack": the
-    log-probs, old log-probs, advantages and mask of the loss."""
+    """Returns, for each kind of --ratio, (policy loss, gradient for the log-probs, gradient for the weights).
+    Also returns as "pack" the log-probs, old log-probs, advantages and mask."""
     become(folder)
     from dataclasses import replace
 
@@ -232,8 +229,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """Loss and gradient equal the paper's formula. Every token has a nonzero gradient; with --ratio token
-    clipping makes the gradient of many tokens 0."""
+    """Loss and gradient equal the paper's formula, also for tokens that --ratio token would clip."""
     results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
     *tensors, mask = results["pack"]
     logp, old, advantages = (x[mask].double() for x in tensors)
@@ -243,7 +239,7 @@ def test_another_ratio(tiny, tmp_path):
     rho = (logp - old).exp()
     gate = 1 / (1 + (-tau * (rho - 1)).exp())
     assert loss == pytest.approx(float(-(4 / tau * gate * advantages).mean()), rel=1e-5)
-    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8; at ratio 1 as in REINFORCE
+    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8 of the paper
     assert torch.allclose(gradient[mask].double(), want, rtol=1e-4, atol=1e-9)
     assert not gradient[~mask].any()
     clipped = token_gradient[mask] == 0
@@ -255,7 +251,7 @@ def test_another_ratio(tiny, tmp_path):
 
 
 def train_with(folder: str, fields: dict) -> bool:
-    """Trains with the modules in `folder`, without a report. Returns whether all steps are done."""
+    """Trains with the modules in `folder`. Returns whether all steps are done."""
     become(folder)
     import train
     from configs import Config
@@ -271,8 +267,7 @@ def train_with(folder: str, fields: dict) -> bool:
 
 
 def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
-    """Trains with the fork and a changed config, saving a checkpoint after every step. Returns the metrics.
-    complete: whether the run must reach its last step."""
+    """Trains with the fork and a changed config, and saves after every step. Returns the metrics."""
     fields = dataclasses.asdict(cfg) | dict(eval_data=(), eval_every=1, save_every=1) | changes
     assert run_ranks(world, train_with, folder, fields) == [complete] * world
     return read_metrics(Path(fields["out"]))
@@ -281,8 +276,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
     """Returns weights by name from the checkpoint after `step` steps, in fp32. who: policy, critic or ref.
-    model: folder of the base model. suffix: such as ".exp_avg", to get this optimizer state of each weight
-    instead. names: only these weights."""
+    suffix: for example ".exp_avg", to get this optimizer state instead. names: only these weights."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -293,8 +287,7 @@ def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
 
 
 def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) -> None:
-    """Resumes a copy of the run `out` after its first step. Asserts that metrics and weights equal those of
-    `out`, bit by bit."""
+    """Asserts that a run resumed after the first step of `out` equals the run `out`, bit by bit."""
     copy = out.with_name("resumed")
     shutil.copytree(out / "ckpt/step_000001", copy / "ckpt/step_000001")
     (copy / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -304,15 +297,13 @@ def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) 
 
 
 def samples_at(out: Path, step: int) -> list[dict]:
-    """Returns the samples that the run saved for this step: 32 rows."""
     rows = [json.loads(line) for line in open(out / f"samples/step_{step:06d}.jsonl", encoding="utf-8")]
     assert len(rows) == 32
     return rows
 
 
 def test_a_moving_average_as_the_reference(base, tmp_path):
-    """After each step the reference equals a moving average that the test computes from the policy's weights.
-    The KL is 0 at first and then grows."""
+    """After each step the reference equals a moving average of the policy's weights."""
     out = tmp_path / "run"
     rows = run_fork(fork(tmp_path, AVERAGE), base, out=str(out), kl_coef=0.001, ref_refresh=True, steps=3)
     start = load_file(f"{base.model}/model.safetensors")
@@ -327,7 +318,6 @@ def test_a_moving_average_as_the_reference(base, tmp_path):
 
 
 def test_another_metric(base, tmp_path):
-    """The metric `digits` is the mean number of digits in a step's responses, which the run also saves."""
     out = tmp_path / "run"
     rows = run_fork(fork(tmp_path, DIGITS), base, out=str(out), steps=2)
     for step in (0, 1):
@@ -345,8 +335,7 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99. It saves a checkpoint of this step,
-    which ckpt.py can export."""
+    """The run stops after the first step with a mean reward above 0.99. Its checkpoint can be exported."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))
@@ -360,7 +349,7 @@ def test_another_stop_rule(base, tmp_path):
 
 
 def test_responses_that_repeat_themselves_end(base, tmp_path):
-    """In this test the engine ends a response as soon as its last 6 tokens are not all different."""
+    """The engine ends a response as soon as its last 6 tokens are not all different."""
     edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
     out = tmp_path / "run"
     run_fork(fork(tmp_path, edits), base, out=str(out), steps=1, stop=(), save_samples="all", save_logps=True)
@@ -374,7 +363,6 @@ def test_responses_that_repeat_themselves_end(base, tmp_path):
 
 
 def read_csv(folder: str, file: str) -> list:
-    """Returns (row number, text, answer) for each row of a file, as the fork reads it."""
     become(folder)
     from grading.rows import problem_rows
 
@@ -388,14 +376,13 @@ def test_csv_files(tmp_path):
 
 
 def test_a_new_engine(base, tmp_path):
-    """A run with the new engine trains. The log-probs of engine and trainer agree."""
     rows = run_fork(fork(tmp_path, ENGINE), base, out=str(tmp_path / "run"), steps=1, engine="slow")
     assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0
 
 
 def test_muon(base, tmp_path):
-    """The first update of each layer matrix equals Muon's formula, although two ranks each have a part of the
-    matrix. A resumed run equals an uninterrupted run, bit by bit."""
+    """The first update of each layer matrix equals Muon's formula, although two ranks shard the matrix. A
+    resumed run equals an uninterrupted run."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)
@@ -421,8 +408,8 @@ cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf
 
 
 def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
-    """The run's folder is lost. A new run continues from the S3 bucket and equals the lost run, bit by bit.
-    The program `aws` is a script that copies folders."""
+    """If the run's folder is lost, a new run continues from the S3 bucket. A script replaces the program
+    `aws`."""
     folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
     (tmp_path / "bin").mkdir()
     bucket.mkdir()
@@ -440,8 +427,8 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """The part is logged as reward/brevity. Training maximises the sum of reward and part, the score. Gamma
-    and lambda are 1, so each token's return is its sample's score."""
+    """The second part is logged as reward/brevity. Gamma and lambda are 1, so each token's return is the sum
+    of both parts."""
     out = tmp_path / "run"
     reward = (*base.reward, "brevity")
     rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2, reward=reward)
@@ -457,8 +444,7 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """Only the weights of the last layer change and have optimizer state. The run can be resumed. It has two
-    ranks, so that layers are sharded."""
+    """Only the weights of the last layer change and have optimizer state. Two ranks shard the layers."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)

@@ -1,5 +1,4 @@
-"""Tests of a run's logs: alarms, files of rows after a kill or on a full disk, trackers, and saved samples.
-docs/metrics.md must explain every metric."""
+"""Tests of a run's logs: metrics, alarms, trackers and saved samples."""
 
 import dataclasses
 import io
@@ -30,10 +29,10 @@ PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """Returns metrics as of a good tiny-ppo run: the reward rises to 0.97, and the entropy falls."""
+    """Returns metrics like those of a good run: the reward rises to 0.97, and the entropy falls."""
     rows = []
     for i in range(steps):
-        left = 0.6**i  # distance to the final value, as a share of the distance at the start
+        left = 0.6**i
         rows.append({
             "step": i, "reward": 0.97 - 0.43 * left, "response_len": 20.5 - 6 * left, "truncated": 0.0,
             "entropy": 0.014 + 0.19 * left, "uniform_groups": 0.85 * (1 - left),
@@ -44,18 +43,18 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """Returns metrics as of a run that is still learning: reward 0.6, entropy 0.3, 30 % uniform groups."""
+    """Returns metrics like those of a run that is still learning: 30 % of the groups are uniform."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
 
 
 def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
-    """Returns (step, text) of every alarm that a run with these metrics raises."""
+    """Returns (step, text) of every alarm that these metrics raise."""
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-# Alarm -> (metrics that raise it, number of steps until it is raised, words of its text).
+# Alarm -> (metrics that raise the alarm, number of steps until then, words of the alarm).
 WRONG = {
     "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
@@ -72,7 +71,7 @@ WRONG = {
 def test_no_alarm_is_raised_by_a_healthy_run_a_single_odd_step_or_success():
     grpo = [{k: v for k, v in r.items() if k != "explained_variance"} for r in healthy()]
     assert raised(healthy()) == raised(learning()) == raised(grpo, PRESETS["tiny-grpo"]) == []
-    for name in WRONG.keys() - {"grading", "gap"}:  # a single very bad step of these two raises an alarm
+    for name in WRONG.keys() - {"grading", "gap"}:  # one bad step raises these two alarms
         rows = learning()
         rows[40] |= WRONG[name][0]
         assert raised(rows) == [], name
@@ -106,8 +105,7 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
-    """Logs `rows` and their alarms to the folder `out`, in a run that starts at step `start`. Returns the
-    Logger."""
+    """Logs `rows` and their alarms to the folder `out`, in a run that starts at step `start`."""
     logger = Logger(out, cfg, True, start, {"torch": "2"}, {})
     for row in rows:
         logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
@@ -117,8 +115,8 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """NaN is written as null and read as NaN. A Logger that starts at step 2 moves the rows from step 2 on to
-    *.old.jsonl. It deletes an incomplete last line."""
+    """A Logger that starts at step 2 moves the rows from step 2 on to *.old.jsonl, and deletes an incomplete
+    last line."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -140,21 +138,20 @@ def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
 def test_a_start_that_cannot_write_loses_no_history(tmp_path):
     written(tmp_path, learning(4))
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / ".metrics.jsonl.part").mkdir()  # the Logger can't write a file of this name
+    (tmp_path / ".metrics.jsonl.part").mkdir()  # makes the Logger fail when it writes a file of this name
     with pytest.raises(UserError, match=f"can't write to {tmp_path} "):
         written(tmp_path, [], start=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """A response with a lone surrogate, which UTF-8 can't encode, is saved and read back unchanged."""
+    """UTF-8 can't encode a lone surrogate."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
     assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
 
 def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
-    """A run is killed after `stop` steps while it writes a line of alarms.jsonl. It is resumed from step
-    `start`. It then has the alarms of an uninterrupted run, each once."""
+    """A run is killed after `stop` steps and resumed from step `start`."""
     rows = learning(50)
     for r in rows[15:25] + rows[40:]:
         r |= WRONG["clip"][0] | WRONG["gap"][0]
@@ -175,7 +172,7 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    """A row that finds the disk full is written later: at the next step, or when the Logger is closed."""
+    """If the disk is full, a row is written at the next step or when the Logger is closed."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
     for step, next_one in (2, lambda: logger.step(3, {"reward": 0.5})), (4, logger.close):
         for file in files:
@@ -205,12 +202,11 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
     said, bars = capsys.readouterr(), stream.getvalue()
     assert said.err == ""
     assert [line.split("/")[0] for line in said.out.splitlines()] == ["step  0", "step  1"] * 2
-    assert re.search(r"\n\rPolicy Train epoch \[1/1\]: 100%", bars) and "2/24" in bars  # two lines
+    assert re.search(r"\n\rPolicy Train epoch \[1/1\]: 100%", bars) and "2/24" in bars
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """A mean is over all values of all ranks. A metric without values is absent. The 99th percentile is at
-    most 2.4 % too high, and never above the maximum."""
+    """A mean is over all values of all ranks. The 99th percentile is at most 2.4 % too high."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -232,7 +228,7 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     assert math.isnan(found["beyond/mean"])
 
 
-# --- trackers (--track) have the same rows as metrics.jsonl
+# --- trackers (--track)
 
 
 COLUMNS = ["step", "problem", "response", "gold", "reward", "advantage", "tokens", "reason"]
@@ -242,13 +238,13 @@ SAMPLE = {"prompt_id": 0, "sample_id": 0, "answer": "3", "reward": 1.0, "reason"
 
 @pytest.fixture(scope="module")
 def wandb():
-    """Imports wandb's slow modules once, so that the forked processes need not import them."""
+    """Imports wandb's slow modules once, so that forked processes have them."""
     import wandb.proto.wandb_internal_pb2  # noqa: F401
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """Logs `rows` with the tracker wandb, in a run that starts at step `start`. Returns the texts of the
-    alarms. killed: the process kills itself two seconds after the last row."""
+    """Logs `rows` with wandb, in a run that starts at step `start`. Returns the texts of the alarms. killed:
+    the process kills itself two seconds after the last row."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:
@@ -262,8 +258,7 @@ def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
 
 
 def wandb_records(file):
-    """Yields the records of a .wandb file, which has LevelDB's log format: a file header of 7 bytes, then
-    blocks of 32 KiB with parts of records."""
+    """Yields the records of a .wandb file, which has LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = file.read_bytes(), 7, b""
@@ -271,15 +266,14 @@ def wandb_records(file):
         size, kind = struct.unpack("<HB", data[at + 4:at + 7])
         record += data[at + 7:at + 7 + size]
         at += 7 + size
-        at += (-at % 32768) * (-at % 32768 < 7)  # skips the end of a block that is too short for a header
-        if kind in (1, 4):  # this part is a whole record, or the last part of a record
+        at += (-at % 32768) * (-at % 32768 < 7)  # no header fits into the end of a block
+        if kind in (1, 4):  # the record ends here
             yield Record.FromString(record)
             record = b""
 
 
 def tracked_by_wandb(out):
-    """Returns what wandb stored for the run in `out`: (names of its runs, rows of metrics, rows of the tables
-    of samples, config, exit codes)."""
+    """Returns what wandb stored for the run: (names of runs, metrics, samples, config, exit codes)."""
     runs, rows, tables, config, exits = {}, [], [], {}, []
     for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(file):
@@ -300,8 +294,7 @@ def tracked_by_wandb(out):
 
 
 def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
-    """A run is killed after 4 steps and resumed from step 2. wandb then has a single run with the folder's
-    name. This run has the samples, and every step of metrics.jsonl once."""
+    """A run is killed after 4 steps and resumed from step 2."""
     out = tmp_path / "my-run"
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1)} for i in range(6)]
@@ -318,7 +311,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
 
 
 class ListTracker(Tracker):
-    """A tracker that writes rows to a file and raises an error at step 2."""
+    """This tracker raises an error at step 2."""
 
     def start(self) -> None:
         (self.out / "tracked").mkdir(exist_ok=True)
@@ -334,8 +327,8 @@ class ListTracker(Tracker):
 
 
 def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch):
-    """A tracker fails at one step. After a resume it gets the steps after the failed one. If the run starts
-    again at step 0, the tracker starts a new run. A tracker that is added later gets all steps."""
+    """After a resume the tracker gets all steps except the failed one. A tracker that is added later gets all
+    steps."""
     monkeypatch.setitem(TRACKERS, "list", ListTracker)
     rows, cfg = learning(6), dataclasses.replace(PPO, track=("list",))
 
@@ -366,14 +359,14 @@ def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # wandb is not installed
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if wandb were not installed
     with pytest.raises(UserError, match="but wandb is not installed; needed: pip install wandb$"):
         check_trackers(parse(["tiny-ppo", "--track", "wandb"]))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_path, monkeypatch):
-    """The tracker gets the saved samples. It is closed also if the check of --max_logp_gap ends the run."""
+    """The tracker is closed even if --max_logp_gap ends the run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     cfg = dataclasses.replace(base, algo="grpo", steps=1, track=("wandb",), out=str(tmp_path / "r"),
                               max_logp_gap=1e-12 if fails else 0.1)
@@ -387,12 +380,12 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
         assert tables == [[0, *map(r.get, COLUMNS[1:])] for r in saved] and len(saved) == 32
 
 
-# --- samples that a run saves (--save_samples, --save_logps)
+# --- saved samples
 
 
 def check_rows(rows, cfg):
-    """Checks saved samples: the ids decode to the response, the log-probs equal those of transformers, and
-    the advantages equal GRPO's formula (arXiv 2402.03300)."""
+    """Checks saved samples: the ids decode to the response, the log-probs equal transformers', and the
+    advantages equal GRPO's formula (arXiv 2402.03300)."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -412,8 +405,7 @@ def check_rows(rows, cfg):
 
 
 def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
-    """--save_samples changes no metric. If a run with `some` is resumed with `all`, its next file equals the
-    file of a run that always had `all`. Most responses are truncated, which raises an alarm."""
+    """--save_samples changes no metric, and can be changed when a run is resumed."""
     cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
                               max_response_len=3)
     everything = dataclasses.replace(cfg, save_samples="all", save_logps=True)
@@ -439,12 +431,12 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
     assert read_jsonl(tmp_path / "more" / second) == saved["all"][second]
 
 
-# --- the tables in docs/metrics.md have all metrics of a run
+# --- the tables in docs/metrics.md
 
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
-# Metric -> settings without which a run does not have it.
+# Metric -> settings that a run needs for this metric.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
@@ -452,12 +444,11 @@ ONLY = {
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
     "reward/<part>/failed": dict(overlong_buffer=8)}
-ELSEWHERE = {"mfu"}  # metrics of runs on a GPU only
+ELSEWHERE = {"mfu"}  # only runs on a GPU have these metrics
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """docs/metrics.md lists every metric of two runs exactly once, and no other metric. One run has the usual
-    settings. The other run has all settings in ONLY."""
+    """docs/metrics.md lists every metric of two runs exactly once, and no other metric."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

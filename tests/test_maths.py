@@ -1,7 +1,6 @@
-"""Tests that ppo.py and grpo.py equal naive references, in values and gradients, on 200 random packs each.
+"""Tests that ppo.py and grpo.py equal naive references, in values and gradients.
 
-The references compute one sequence at a time in float64. They are written from the papers' equations, not
-from the code under test.
+The references compute one sequence at a time in float64, from the papers' equations.
 """
 
 import itertools
@@ -15,12 +14,12 @@ import ppo
 from bench.algorithms import RECIPES
 
 CASES = 200
-WORST: dict[str, float] = {}  # largest error of each function; conftest.py prints them at the end
+WORST: dict[str, float] = {}  # function -> largest error; conftest.py prints this at the end
 
 
 def ragged(seed: int):
-    """Returns a random pack of 1 to 6 segments: its mask (T,) of sampled tokens, its cu_seqlens (N + 1,), and
-    the random generator. Some response tokens are not sampled, as if an environment had written them."""
+    """Returns a random pack: the mask (T,) of sampled tokens, cu_seqlens (N + 1,), and the random generator.
+    An environment may have written the tokens that are not sampled."""
     g = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(int(torch.randint(1, 7, (), generator=g))):
@@ -59,7 +58,7 @@ def compare(name, f, reference, x, tolerance=1e-9):
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
     """GAE skips tokens that are not sampled. A reward at such a token counts for the last sampled token
-    before it. With gamma and lambda 1, the first return is the sum of the rewards."""
+    before the reward."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
@@ -85,7 +84,7 @@ def test_whitening_uses_the_stats_of_all_packs():
     for seed in range(CASES):
         mask, _, g = ragged(seed)
         x = normal(g, len(mask), 3) + 1
-        other = normal(g, 7)  # advantages of another pack or rank
+        other = normal(g, 7)  # advantages of another pack
         stats = ppo.whitening_stats(x, mask) + ppo.whitening_stats(other, torch.ones(7, dtype=torch.bool))
         both = torch.cat([x[mask], other])
         want = (x[mask] - both.mean()) / (both.std(correction=0) + 1e-8)
@@ -167,7 +166,6 @@ def test_value_loss(clip):
 @pytest.mark.parametrize("kind", ["group_mean_std", "group_mean", "group_mean_whiten", "leave_one_out",
                                   "group_mean_batch_std"])
 def test_group_advantages(kind):
-    """Advantages equal the papers' formulas. In a group of equal rewards they are exactly 0."""
     for seed in range(CASES):
         g = torch.Generator().manual_seed(seed)
         n = int(torch.randint(2, 9, (), generator=g))
@@ -216,17 +214,16 @@ def test_grpo_family(name):
                 total = total + inner / denominators[aggregation]
             return total
 
-        share = torch.full((len(mask),), 1 / (3 * 4))  # as with 3 prompts that have 4 response tokens each
+        share = torch.full((len(mask),), 1 / (3 * 4))  # as for 3 prompts with 4 response tokens each
         weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len, share)
 
         def ours(x, old=old, adv=adv, mask=mask, segment=segment, weights=weights):
             return grpo.policy_loss(x, old, adv, mask, segment, weights, ratio, low, high)[0]
 
-        compare(f"grpo.policy_loss {name}", ours, naive, logp, 1e-7)  # weights are fp32
+        compare(f"grpo.policy_loss {name}", ours, naive, logp, 1e-7)
 
 
 def test_unknown_names_are_refused():
-    """A misspelt name raises ValueError."""
     x, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     segment = torch.zeros(2).long()
     with pytest.raises(ValueError, match="k4"):

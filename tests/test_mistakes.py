@@ -1,4 +1,4 @@
-"""Tests of typical users' mistakes: each ends with one line that names the cause and the remedy."""
+"""Tests that a user's mistake ends with one line that names the cause and the remedy."""
 
 import json
 import os
@@ -67,7 +67,7 @@ AT_ONCE = {
     "the demo before its model": ("tiny-ppo --data rows.jsonl", "needed: python -m tools.tiny, which makes"),
 }
 
-# Mistake -> (further arguments of train.py, part of the error). These errors come after torch is imported.
+# Mistake -> (more arguments of train.py, part of the error). These errors come after torch is imported.
 ON_RANKS = {
     "layout debug": ("--layout debug", "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
     "layout production": ("--layout production", "needed: torchrun --nnodes 4 --nproc-per-node 8"),
@@ -112,7 +112,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def folder(tiny, base, tmp_path_factory):
-    """Returns a folder with the files and models that the arguments above name."""
+    """Returns a folder with the files and models that AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
     files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
@@ -151,7 +151,6 @@ def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_im
 
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
-    """Both ranks show the same line, and the run's folder stays empty."""
     monkeypatch.chdir(folder)
     common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--dtype",
               "float32", "--go", "--out", "run"]
@@ -168,7 +167,7 @@ def test_help_into_a_closed_pipe_is_no_traceback():
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """The error line is the last line: no library prints anything later, when the process ends."""
+    """No library prints anything after the error line."""
     command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--eval_every", "0", "--device", "cpu", "--out", f"{tmp_path}/run"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -179,7 +178,7 @@ def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
 
 @pytest.mark.parametrize("wait", ["loading", "problems from"])
 def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
-    """Ctrl-C arrives while torch is imported, or while the run is prepared. The run leaves no folder."""
+    """Ctrl-C comes during the import of torch, or while the run is prepared."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--eval_data", *base.data, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -193,13 +192,13 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),
                                           ("0.32.0", True), ("0.32.1+cpu", True)])
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
-    """Only vLLM 0.32 is accepted. The test replaces vLLM by an empty module with this version."""
+    """Only vLLM 0.32 is accepted. An empty module replaces vLLM."""
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.delenv("TORZ_ANY_VLLM", raising=False)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
-        monkeypatch.setenv(name, "0")  # _import_vllm sets these; after the test monkeypatch undoes it
+        monkeypatch.setenv(name, "0")  # monkeypatch restores the variables that _import_vllm sets
     if fits:
         assert vllm_engine._import_vllm() is object
     else:

@@ -1,4 +1,4 @@
-"""Tests of model.py: gradients and cost of recomputation and shared prefixes, log-probs in chunks, critic."""
+"""Tests of model.py: recomputation, shared prefixes, log-probs in chunks, and the critic."""
 
 import json
 from itertools import accumulate
@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """Counts the FLOP of matrix products and attention. A fully recomputed layer costs one more forward pass
-    of this layer. A layer that keeps its products (--recompute 0) costs nothing more."""
+    """A fully recomputed layer costs one more forward pass. A layer that keeps its products (--recompute 0)
+    costs nothing."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):
@@ -32,14 +32,14 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
         cost[whole] = backward.get_total_flops()
     c, unique, loss = policy.config, len(p.unique), len(p.loss_tokens)
     of_layer = (forward.get_total_flops() - 2 * loss * c.vocab_size * c.hidden_size) / layers
-    last_product = 2 * unique * c.intermediate_size * c.hidden_size  # not recomputed: no gradient needs it
+    last_product = 2 * unique * c.intermediate_size * c.hidden_size  # no gradient needs this product
     assert cost[0] == cost[None]
     for whole in range(layers):
         assert cost[whole + 1] - cost[whole] == of_layer - last_product
 
 
 def attention_gradients(qkv, p, grad):
-    """Returns the gradients of packed attention for queries, keys and values, (1, heads, tokens, d) each."""
+    """Returns the gradients for queries, keys and values, (1, heads, tokens, d) each."""
     qkv = [x.clone().requires_grad_() for x in qkv]
     segments = model.Segments(p.cu_seqlens, p.longest, p.unique, p.inverse)
     out = model.packed_attention(None, *qkv, None, 0.25, segments)[0]
@@ -47,19 +47,18 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """64 segments share a prompt of 256 tokens, in bf16. The gradients of the shared keys and values are
-    compared with exact ones in fp64. Their error is at most 1.2 times the error without sharing, where each
-    segment has its own copy of the prompt and the copies' gradients are summed in fp64."""
+    """The errors of the gradients of shared keys and values are at most 1.2 times the errors without sharing.
+    All errors are differences from fp64."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
     g = torch.Generator().manual_seed(0)
     unique = [torch.randn(1, 2, len(p.unique), 16, generator=g).bfloat16() for _ in range(3)]
     grad = torch.randn(1, len(p.unique), 2, 16, generator=g).bfloat16()
-    grad[:, :prompt] = 0  # only the responses have gradients, so all copies of the prompt are equal
+    grad[:, :prompt] = 0  # only the responses have gradients
     want = attention_gradients([x.double() for x in unique], p, grad.double())
     got = attention_gradients(unique, p, grad)
-    # The same pack without sharing: each segment has its own copy of the prompt.
+    # Without sharing, each segment has its own copy of the prompt.
     all_tokens = torch.arange(n * length)
     apart = data.replace(p, unique=all_tokens, inverse=all_tokens)
     whole = torch.zeros(1, n * length, 2, 16).bfloat16().index_copy(1, p.unique, grad)
@@ -73,8 +72,8 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
 
 
 def test_a_layer_takes_few_operations(tmp_path):
-    """One more layer takes at most 126 PyTorch operations, forward and backward, without views. On a GPU each
-    of them costs the host time to launch a kernel."""
+    """On a GPU each operation costs the host time to launch a kernel. So one more layer may take at most 126
+    operations."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
@@ -86,8 +85,7 @@ def test_a_layer_takes_few_operations(tmp_path):
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
-    """TakeRows copies rows, some 40 times and some never. Its gradients equal those of index_select in fp64.
-    The gradient of a row does not depend on other rows that are copied in between, bit by bit."""
+    """The gradients of TakeRows equal those of index_select."""
     g = torch.Generator().manual_seed(0)
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
@@ -110,7 +108,7 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
-    """Log-probs, entropy and their gradients equal the full softmax, with chunks of 1, 7 or all tokens."""
+    """Log-probs, entropy and their gradients equal the full softmax, for chunks of any size."""
     monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
@@ -129,8 +127,7 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
-    """The peak memory of log-probs is the same for 512 and 2048 tokens, and at most what tools/plan.py
-    counts. All logits at once would take 41 MB and 164 MB."""
+    """The peak memory is the same for 512 and 2048 tokens, and at most what tools/plan.py counts."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
@@ -145,13 +142,13 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
         return peak_allocated(work, tmp_path / "trace.json")
 
     few, many = peak(512), peak(2048)
-    most = plan.CHUNKS_ALIVE * chunk + 2**21  # the 2 MiB are for the gradients of the weight
+    most = plan.CHUNKS_ALIVE * chunk + 2**21  # 2 MiB are for the gradients of the weight
     assert 0.9 * chunk < few < most and many < most and abs(many - few) < chunk / 100
 
 
 def peak_allocated(f, trace: Path) -> int:
-    """Returns the peak bytes that f() allocates for tensors, by torch's profiler. The memory of the process,
-    as the operating system reports it, varies by a chunk between passes."""
+    """Returns the peak bytes that f() allocates, by torch's profiler. The operating system's number varies
+    between passes."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         f()
@@ -161,7 +158,7 @@ def peak_allocated(f, trace: Path) -> int:
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):
-    """The value at a token depends only on the tokens before it in its segment, not on the token itself."""
+    """The value at a token depends only on earlier tokens of the segment."""
     critic, samples = model.load_critic(tiny), make_samples(3)
     p = data.pack(samples)
     at = int(p.mask.nonzero()[3])
@@ -175,14 +172,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
 
 
 def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
-    """Equal seeds give equal heads. Their weights have standard deviation 1/(D + 1). The model has D = 64."""
+    """A head's weights have standard deviation 1/(D + 1), with D = 64."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
 
 
 def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
-    """A new critic's values have standard deviation √D/(D + 1): 0.017 for D = 3584, far below a reward."""
+    """A new critic's values have standard deviation √D/(D + 1), with D = 3584."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)

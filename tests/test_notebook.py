@@ -1,4 +1,4 @@
-"""Tests of notebooks/tour.ipynb: all cells run in order, with a base model that is quick to make."""
+"""Tests that all cells of notebooks/tour.ipynb run in order, with a tiny base model."""
 
 import json
 import os
@@ -21,19 +21,19 @@ def cells(kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """Returns the folder of a tiny base model that solves half of four sums."""
+    """Returns the folder of a tiny model that solves about half of four sums."""
     return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells. Returns the values that the test checks. Call it in a process of its own, because
-    it changes the current folder and the environment."""
+    """Runs all code cells. The cells change the current folder and the environment, so this function needs a
+    process of its own."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.close("all")  # closes the figures of the parent process, which a fork inherits
+    pyplot.close("all")  # closes figures that the fork inherits from its parent process
     os.environ |= {"BASE": base, "STEPS": str(steps)}
     os.chdir(NOTEBOOK.parent)
     names: dict = {"__name__": "__main__"}
@@ -50,11 +50,11 @@ def execute(base: str, steps: int) -> dict:
 
 
 def test_every_cell_runs_and_the_policy_learns(base):
-    """Asserts in the cells compare advantages, log-probs and clipping with the results of torz's modules."""
+    """Asserts in the cells compare advantages, log-probs and clipping with torz's modules."""
     seen = run_ranks(1, execute, base, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])
-    assert 0 < sum(seen["rewards"]) < len(seen["rewards"])  # some are right, some wrong: a gradient exists
+    assert 0 < sum(seen["rewards"]) < len(seen["rewards"])
     assert rewards[-1] > rewards[0], rewards
     assert len(seen["lines"]) == 6 and all(seen["lines"])
 
@@ -68,8 +68,7 @@ def test_the_file_is_a_valid_notebook():
 
 
 def test_the_stored_outputs_can_be_read_without_running_it():
-    """The notebook's file has the plots, the reward of each step and responses. It has no warnings and no
-    paths of the machine on which it ran."""
+    """The file has plots, rewards and responses, but no warnings and no paths of a machine."""
     outputs = [output for cell in cells("code") for output in cell["outputs"]]
     text = "".join("".join(output.get("text", "")) for output in outputs)
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

@@ -1,4 +1,4 @@
-"""Tests of tools/plan.py, which estimates memory and time of a run, and refuses runs that can't fit."""
+"""Tests of tools/plan.py, which estimates a run's memory and time."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,6 @@ DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value
     ("llama", dict(head_dim=24)), ("mistral", dict(tie_word_embeddings=True, head_dim=40)),
 ])
 def test_parameters_are_counted_exactly(family, more, tmp_path):
-    """From config.json alone, the plan counts the parameters of the policy and of a critic (scalar head)."""
     config = AutoConfig.for_model(family, **DIMS | more)
     config.save_pretrained(tmp_path)
     shape = plan.read_shape(str(tmp_path))
@@ -54,7 +53,7 @@ def test_qwen25_7b_has_7_615_616_512_parameters():
             "qwen2", num_hidden_layers=28, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
             intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False))
     assert known.policy_params == 7_615_616_512 == sum(p.numel() for p in real.parameters())
-    # The model cards of the other models say 0.49, 1.54, 32.8 and 8.03 billion.
+    # The model cards of the other models say 0.49, 1.54, 32.8 and 8.03 billion parameters.
     assert {k: round(s.policy_params / 1e7) for k, s in plan.KNOWN.items() if k not in ("7b", "tiny")} == {
         "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
 
@@ -69,7 +68,7 @@ def bytes_of(t: torch.Tensor) -> int:
 
 def updated(cfg) -> dict[str, int]:
     """Updates policy and critic and saves a checkpoint. Returns the bytes of weights, gradients and optimizer
-    state on this rank."""
+    state."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
@@ -121,8 +120,7 @@ def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **mor
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
-    """Returns phase -> item of memory -> its largest number of bytes in this phase. The item "total" is the
-    phase's peak."""
+    """Returns phase -> item of memory -> largest number of bytes. The item "total" is the phase's peak."""
     most = defaultdict(Counter)
     for phase, usage in plan.memory(c):
         most[phase] |= Counter(usage)
@@ -130,7 +128,6 @@ def memory(c: plan.Case) -> dict[str, Counter]:
 
 
 def test_memory_of_a_7b_by_hand():
-    """Compares the plan of one of 32 GPUs with numbers by hand, such as 56 KiB of KV cache per token."""
     c = case("orz-7b", "--layout", "production", world=32)
     use, n, trained = memory(c), 7_615_616_512, 7_615_616_512 + 7_070_622_720
     assert use["policy"]["weights"] == use["policy"]["gradients"] == use["policy"]["AdamW"] / 2 == 4 * n / 32
@@ -142,7 +139,7 @@ def test_memory_of_a_7b_by_hand():
     none, layers = (memory(case("orz-7b", "--layout", "production", "--recompute", mode, world=32))
                     for mode in ("none", "layers"))
     assert none["policy"]["activations"] > 10 * layers["policy"]["activations"]
-    assert layers["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # every layer's input
+    assert layers["policy"]["activations"] >= 28 * 16384 * 3584 * 2  # the input of every layer
     stays = memory(case("orz-7b", "--layout", "production", "--no_offload", world=32))
     idle = stays["rollout"]["CUDA and idle state"] - use["rollout"]["CUDA and idle state"]
     assert idle == pytest.approx(12 * trained / 32)
@@ -159,12 +156,12 @@ def test_any_engine_but_torchs_is_counted_like_vllm():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """vLLM holds 0.5 GiB of a GPU while it sleeps and while it loads new weights (sync). In a sync,
-    engines/vllm_engine.py copies a tied embedding, or embedding and head if vLLM pads the vocabulary."""
+    """A sleeping vLLM holds 0.5 GiB of a GPU. When vLLM loads new weights, engines/vllm_engine.py copies a
+    tied embedding, or embedding and head if vLLM pads the vocabulary."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
-    assert asleep["rollout"]["sleeping engine"] == 0  # part of --engine_share in this phase
+    assert asleep["rollout"]["sleeping engine"] == 0  # in this phase it is a part of --engine_share
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
         sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
@@ -172,7 +169,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():
-    """The plan counts a 0.5B critic beside a 7B policy with its own parameters, bytes and seconds."""
+    """The policy has 7B parameters, and the critic 0.5B."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
                    for critic in (seven, half))
@@ -184,8 +181,7 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """A forward pass costs 2 FLOP per multiplication, in all linear layers and in the two products of causal
-    attention. The function takes numbers or arrays."""
+    """A forward pass costs 2 FLOP per multiplication."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
@@ -197,8 +193,7 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns number of recomputed layers -> peak bytes of an update of the model `name`. None: nothing is
-    recomputed. The numbers ascend, so the peaks should fall."""
+    """Returns number of recomputed layers -> peak bytes of an update of the model `name`."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -209,8 +204,8 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """Each further recomputed layer saves memory, except the last one: the peak is in the last layer. If no
-    number of layers leaves 8 % free, all layers are recomputed."""
+    """Each further recomputed layer saves memory, except the last layer. If no number of layers leaves 8 %
+    free, all layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, whole in c.recompute.items():
         of = peaks(c, name)
@@ -226,7 +221,7 @@ def test_orz_7b_recomputes_no_product_on_32_gpus():
 
 
 def test_on_a_cpu_auto_counts_the_machines_memory():
-    """On a CPU the ranks share the machine's memory. If its size is unknown, nothing is recomputed."""
+    """The ranks share the machine's memory. If the size of this memory is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
     c = plan.Case(cfg, 2, [shape, shape], None, local=2)
@@ -246,8 +241,7 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
-    """Compares the planned peak of every phase with the peak on bench/nullgpu's stand-in for a GPU. It counts
-    the memory that a run allocates (bench/results/nullgpu-memory.json)."""
+    """Compares the planned peak of every phase with the peak on bench/nullgpu, a stand-in for a GPU."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
@@ -358,7 +352,6 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
 
 
 def said_by(*argv: str, monkeypatch, capsys) -> dict:
-    """Returns the output of `python -m tools.plan … --json`."""
     monkeypatch.setattr(sys, "argv", ["tools.plan", *argv, "--json"])
     plan.main()
     return json.loads(capsys.readouterr().out)
@@ -366,7 +359,7 @@ def said_by(*argv: str, monkeypatch, capsys) -> dict:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeypatch, capsys):
-    """The plan's text, which has at most 80 columns, contains every number of the --json output."""
+    """The plan's text contains every number of the --json output."""
     said = said_by(name, "--ranks", "8", monkeypatch=monkeypatch, capsys=capsys)
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
     lines = plan.as_text(said)
@@ -380,8 +373,7 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, monkeyp
 
 
 def test_hours_are_those_of_all_steps():
-    """A run's hours are its steps times the seconds of a step, for responses with a quarter of the length
-    limit or with the full limit. In a phase, the memory items sum to the total."""
+    """A run's hours are its number of steps times the seconds of a step."""
     c = case("orz-7b", "--layout", "production", world=32)
     table = plan.plan_of(c)
     run, step = table["run"], table["estimated seconds"]["step"]

@@ -1,4 +1,4 @@
-"""Tests that gradients do not depend on how samples are spread over ranks and packs, and of dist.py."""
+"""Tests of dist.py, and of gradients on several ranks."""
 
 import dataclasses
 from contextlib import suppress
@@ -20,7 +20,7 @@ def config(tiny, **changes):
 
 
 def agree(a, b, tolerance=1e-5):
-    """Assert that two results of ranks.gradients have equal gradients and metrics."""
+    """Asserts that two results of ranks.gradients have equal gradients and metrics."""
     for name in a:
         if name in ("metrics", "packs"):
             continue
@@ -47,14 +47,14 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns gradients of all jobs on one rank: with one large pack, and with packs of about one sample."""
+    """Returns the gradients of all jobs on one rank: with large packs, and with packs of about one sample."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
 
 
 def test_gradients_do_not_depend_on_packs(alone):
-    """A large pack computes shared prefixes once. A small pack has about one sample and shares no prefix."""
+    """A large pack computes shared prefixes once. A small pack shares no prefix."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -73,7 +73,7 @@ def test_gradients_on_two_ranks_equal_those_on_one(tiny, alone):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """Also with --shard_ranks 2: two ranks share the weights, and the other two ranks share a copy."""
+    """With --shard_ranks 2, two ranks shard the weights, and the other two ranks have the same shards."""
     chosen = [0, len(JOBS) - 1]
     replicated = (config(tiny, shard_ranks=2), make_samples(24))
     for got in run_ranks(4, all_gradients, [*(jobs(tiny)[i] for i in chosen), replicated]):
@@ -83,7 +83,6 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(ranks, tiny):
-    """Tests all values of --recompute, on one rank and with parameters sharded over two ranks."""
     modes = ("none", "0", "1", "layers", "auto")
     made = [(config(tiny, recompute=mode, kl_coef=0.1), make_samples(24)) for mode in modes]
     for none, *others in run_ranks(ranks, all_gradients, made):
@@ -101,8 +100,8 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's agent keeps its key-value store when it restarts the ranks. Here two ranks start three times
-    on one store. Each time they must find each other, and see no keys of earlier starts."""
+    """torchrun's agent keeps its key-value store when it restarts the ranks. So new ranks must not see keys
+    of earlier ranks."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -125,14 +124,15 @@ def state(optimizer):
 
 
 def test_all_of_an_optimizers_state_moves_with_its_model():
-    """After a resume an optimizer's step counts are on the host. The fused kernel needs them on the GPU."""
+    """After a resume an optimizer's step counts are on the host, but the fused kernel needs them on the
+    GPU."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "meta")
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
 def test_each_tensor_moves_in_one_copy():
-    """Without an optimizer no weight changes. So moving such a model back to the host takes no copy."""
+    """Without an optimizer no weight changes, so moving the model back to the host takes no copy."""
     kinds = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
     def copies(move, *args) -> int:
@@ -141,7 +141,7 @@ def test_each_tensor_moves_in_one_copy():
         return ops.count
 
     model, optimizer = stepped()
-    for _ in range(2):  # the first move also allocates the memory on the host; the second is counted
+    for _ in range(2):  # the second move is counted, because the first one also allocates memory
         both = copies(dist.to_device, model, optimizer, "cpu"), copies(dist.to_host, model, optimizer)
     alone = copies(dist.to_device, model, None, "cpu"), copies(dist.to_host, model, None)
     assert (both, alone) == ((19, 19), (7, 0))
@@ -159,7 +159,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])  # 3 ranks do not divide the model's sizes, so FSDP pads shards
+@pytest.mark.parametrize("ranks", [1, 3])  # FSDP pads shards, because 3 ranks do not divide the model's sizes
 def test_moves_between_host_and_device_change_no_update(tiny, ranks):
     for moved, stayed in run_ranks(ranks, updates_with_moves, tiny):
         assert moved.keys() == stayed.keys() and len(moved) > 50
@@ -168,7 +168,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """The mode must end with its block: engines use operations that have no deterministic form."""
+    """Engines use operations that have no deterministic form, so the mode must end with its block."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

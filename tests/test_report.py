@@ -1,4 +1,4 @@
-"""Tests of tools/report.py: the HTML report of a run, the comparison of several runs, and their plots."""
+"""Tests of tools/report.py: the report of a run, and the comparison of several runs."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, 
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """Returns a page's set of tags (with empty attributes), the texts of its <pre>, and its whole text. Every
-    < begins a tag, because the report escapes texts."""
+    """Returns a page's tags without attribute values, the texts of its <pre>, and its whole text. The report
+    escapes texts, so every < begins a tag."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -31,7 +31,7 @@ EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &
 
 
 def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
-    """Returns a row as a run saves it in samples/ or eval/."""
+    """Returns a row of a file in samples/ or eval/."""
     return dict(prompt_id=prompt_id, sample_id=sample_id, problem=f"<b>problem</b> {prompt_id}",
                 gold=f"gold<{prompt_id}>", response=text, answer="7<8" if right else None,
                 reward=float(right), reason="correct" if right else "unparsed", stopped=right, tokens=8,
@@ -40,7 +40,7 @@ def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns the folder of a run as Logger writes it, with report.html. The samples contain HTML code."""
+    """Returns the folder of a run with report.html. The samples contain HTML code."""
     out = tmp_path_factory.mktemp("runs") / "small<run>"
     out.mkdir()
     cfg = dataclasses.replace(PPO, out=str(out), steps=24)
@@ -78,11 +78,11 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))
     assert "small<run>" in text and "<i>32 prompts</i>" in text
-    assert "<details open><summary>samples/step_000012.jsonl</summary>" in html  # the newest step
+    assert "<details open><summary>samples/step_000012.jsonl</summary>" in html  # the newest step is open
 
 
 def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
-    """The run has samples of 30 steps with 48 samples each. The report shows at most 6 of the steps."""
+    """The run has 48 samples in each of 30 steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -103,7 +103,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "problem</b> 2" in text and re.search(r"alarms +1\n", text)
     assert "!! step 12: the <b>disk</b> is full\n" in text
     assert "  base    ✗ eval 0.2 </pre>" in text and "  trained ✓ eval 12.2 </pre>" in text
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@1": 0.5}\n')  # a run that only began
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@1": 0.5}\n')  # the run has only begun
     assert "0.500" in story(tmp_path)
 
 
@@ -143,19 +143,19 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     assert all(word in said for word in words), said
 
 
-# --- several runs of a recipe, which differ only in the seed
+# --- several runs of a recipe
 
 
 def run_of(folder, seed, rows, **changes):
-    """Writes `rows` and the config PPO with `changes` to a run's folder. Returns the folder."""
+    """Writes a run's folder with `rows` and the config PPO with `changes`. Returns the folder."""
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
     return folder
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """A run that is given twice counts once. A run without config.json is a recipe of its own, because its
-    flags are unknown."""
+    """A run that is given twice counts once. The flags of a run without config.json are unknown, so this run
+    is a recipe of its own."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == {f"{ppo[0]} (2 seeds)": ppo, str(slow): [slow]}
@@ -164,8 +164,7 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At each step a band shows the least and the largest value of the runs. A line shows the runs' mean at
-    the steps that all runs have."""
+    """At each step a band shows the least and the largest value of the runs. A line shows the runs' mean."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -186,8 +185,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """For one recipe, the plot has a panel for each row of PANELS, with a line for each metric. For several
-    recipes, it has a panel for each metric of COMPARED, with a line for each recipe."""
+    """The plot of one recipe has a line for each metric. The plot of several recipes has a line for each
+    recipe."""
     drawn, draw = [], report._draw
     monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
     rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]
@@ -204,7 +203,6 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
 
 
 def test_no_legend_covers_data_and_no_word_is_cut():
-    """Tests legends with eight phases, with long names of data sets, and with six long names of recipes."""
     curve = {step: 1.0 for step in range(3)}
     phases = [f"time/{name}" for name in "step rollout critic policy eval wait sync save".split()]
     sets = [f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16" for i in range(3)]

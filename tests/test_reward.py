@@ -1,5 +1,5 @@
-r"""Tests of grading: the Grader, which grades in processes of its own so that no answer can harm the trainer,
-and custom rewards. The tests start real processes and kill some. test_answers.py tests equality."""
+r"""Tests of the Grader, which grades in processes of its own to protect the trainer, and of custom
+rewards."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def boxed(answer: str) -> str:
 
 
 def children(pid: int = 0) -> set[int]:
-    """Returns the ids of all live descendants of process `pid` (default: this process), read from /proc."""
+    """Returns the ids of all live descendants of process `pid` (default: this process)."""
     below, found = {}, set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the server has replied once. Then makes the Grader send the next request immediately."""
+    """Waits until the server has replied. Then makes the Grader send each request at once."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
     grader._size = 1
@@ -68,7 +68,7 @@ def graded(grader: Grader) -> int:
 
 @pytest.fixture(scope="module")
 def grader():
-    """Returns a Grader that tests share. At the end, checks that it leaves no open file and no process."""
+    """Returns a Grader that tests share. At the end, no open file and no process of the Grader is left."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
@@ -86,17 +86,17 @@ def custom(tmp_path):
     return write
 
 
-# --- Extraction.
+# --- extraction
 
 @pytest.mark.parametrize(("text", "answer"), [
     (r"<answer>\boxed{5}</answer>", "5"), ("<answer>\n so \\boxed{\n5\n}\n</answer>", "5"),
     (r"<answer>\boxed{1}</answer><answer>\boxed{2}</answer>", "2"),
-    (r"<answer>\boxed{1}</answer><answer>none</answer>", "1"),  # the last block that has a box
+    (r"<answer>\boxed{1}</answer><answer>none</answer>", "1"),  # only a block with a box counts
     (r"<answer>\boxed{1} or \boxed{2}</answer>", "2"),
     (r"<answer>\boxed{\frac{1}{2}}</answer>", r"\frac{1}{2}"),
     (r"<answer>\boxed{\{1,2\}}</answer>", r"\{1,2\}"),
     (r"<answer>\boxed{\left\{x\right.}</answer>", r"\left\{x\right."),  # an escaped brace opens no group
-    (r"<answer>\boxed{1} \boxed{2</answer>", "1"),  # the last box with balanced braces
+    (r"<answer>\boxed{1} \boxed{2</answer>", "1"),  # only a box with balanced braces counts
     (r"<answer>\boxed{7 \boxed{5}}</answer>", "5"), (r"<answer>} \boxed{5} {</answer>", "5"),
     (r"<answer>\\boxed{5}</answer>", "5"), (r"<answer>\boxed {5}</answer>", "5"),
     (r"<answer>\boxed{a\\{b}}</answer>", r"a\\{b}"), (r"<answer><answer>\boxed{5}</answer></answer>", "5"),
@@ -110,7 +110,7 @@ def test_the_last_box_of_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
-# --- Equality by kind of answer. test_answers.py tests the kind math.
+# --- choices and exact answers
 
 
 def test_a_choice_is_one_letter():
@@ -134,7 +134,7 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """In an evaluation set a gold answer equals itself, and no different gold answer of the set."""
+    """In an evaluation set no two different gold answers are equal."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -142,10 +142,10 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
     assert all(grade(a, b, kind) == (a.lstrip("0") == b.lstrip("0")) for a in set(golds) for b in set(golds))
 
 
-# --- The Grader.
+# --- the Grader
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """One worker grades 12 answers in 3 s. The limit of 2 s counts only the 0.25 s of each answer."""
+    """The limit of 2 s counts each answer alone. One worker needs 3 s for all 12 answers."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -156,7 +156,7 @@ def test_waiting_in_the_queue_does_not_count(custom):
 
 def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
     before = grader._count
-    grader._size = 16  # the Grader sends no request until 16 different ones wait
+    grader._size = 16  # the Grader waits for 16 different requests
     for i in range(500):
         grader.submit(i, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
     assert len(grader._pending) <= 1  # 0 if the worker has already replied
@@ -174,7 +174,7 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("long", boxed("1" * (worker.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
     grader.submit("timeout", boxed("9^{9^{9^9}}"), "5", True)
-    grader.submit("error", boxed("x+1"), "$ $", True)  # the gold answer is unreadable
+    grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer
     grades = grader.results()
     assert grades.pop("long").reason == "unparsed"
     assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in worker.REASONS}
@@ -202,7 +202,6 @@ def hostile() -> list[str]:
 
 
 def test_hostile_answers_end_within_the_deadline():
-    """Each hostile answer gets the grade timeout, unparsed or wrong. Afterwards the Grader still works."""
     cases = hostile()
     assert len(cases) == len(set(cases)) == 200
     with Grader(workers=2, deadline=0.4) as grader:
@@ -216,7 +215,7 @@ def test_hostile_answers_end_within_the_deadline():
         assert grader.results()["after"].reason == "correct"
 
 
-# --- Custom rewards.
+# --- custom rewards
 
 @pytest.mark.parametrize(("spec", "message"), [
     ("score", "'score' is malformed; needed: path/to/file.py:function"),
@@ -238,8 +237,8 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """The function gets the whole response. An exception or exit fails only the current answer. An error text
-    of several lines becomes one line, because an alarm is one line."""
+    """An exception or exit fails only the current answer. An error text of several lines becomes one line,
+    because an alarm is one line."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
@@ -279,8 +278,7 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and the modules beside it that it imports. Torz has modules of the same names
-# (configs.py, answers.py).
+# A reward file (mine.py) and the modules that it imports. Torz has its own configs.py and answers.py.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -298,7 +296,7 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """Two folders have modules of the same names. One worker calls the reward of each folder in turn."""
+    """One worker calls the rewards of two folders in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -320,7 +318,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """torch and transformers have lazy modules that fail on attribute access. Even the first call works."""
+    """torch and transformers have lazy modules, in which attribute access fails."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -342,7 +340,7 @@ def test_a_custom_file_that_fails_to_import_is_an_error_that_names_it(custom, li
 
 
 def open_r1_format(text: str) -> float:
-    """Returns the format reward as Open-R1 computes it: by a regular expression, in quadratic time."""
+    """Returns the format reward as Open-R1 computes it, by a regular expression in quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
     return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
 
@@ -374,7 +372,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
     assert time.process_time() - start < 5
 
 
-# --- Killed processes.
+# --- killed processes
 
 def test_a_killed_worker_fails_only_its_answer(custom):
     spec = custom(SLOW)
@@ -382,7 +380,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
         server = grader._process.pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
-        time.sleep(0.5)  # after this time a worker is grading the answer
+        time.sleep(0.5)  # by now a worker is grading the answer
         for i in range(20):
             grader.submit(i, "0.2", str(i), True, custom=spec)
         time.sleep(0.3)
@@ -414,7 +412,7 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
         os.kill(grader._process.pid, signal.SIGKILL)
         assert [g.reason for g in grader.results().values()] == ["correct"] * 10
         assert wait_until(lambda: not any(map(alive, workers)))
-        os.kill(grader._process.pid, signal.SIGKILL)  # kills the new server while it is idle
+        os.kill(grader._process.pid, signal.SIGKILL)  # kills the new, idle server
         grader.submit("next", "0", "", True, custom=spec)
         assert grader.results()["next"].reason == "correct"
 
@@ -444,7 +442,7 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
     """The trainer is killed while one worker is busy and one is idle. held: another child of the trainer
-    lives on and keeps the server's stdin open."""
+    keeps the server's stdin open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time
@@ -482,7 +480,7 @@ def test_ctrl_c_does_not_end_the_server(custom):
         assert grader.results()[0].reason == "correct"
 
 
-# --- The command `python reward.py`, and the import of reward.py.
+# --- the module reward.py
 
 def dry_run(tmp_path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess:
     path = tmp_path / "responses.jsonl"

@@ -1,4 +1,4 @@
-"""Tests of data: rows of many formats, files, chat templates, checks of gold answers, order and weights."""
+"""Tests of rows of data: formats, files, chat templates, gold answers, order and weights."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def said(*turns: tuple[str, str]) -> str:
     return json.dumps([{"role": role, "content": content} for role, content in turns])
 
 
-SHORT = {  # word in the rows below -> text that `fill` puts in its place
+SHORT = {  # word in a row -> text that replaces the word
     "USER": said(("user", Q)),
     "TALK": said(("system", "Be brief."), ("user", "0+1="), ("assistant", "1"), ("user", Q),
                  ("assistant", "2")),
@@ -51,7 +51,6 @@ SHORT = {  # word in the rows below -> text that `fill` puts in its place
 
 
 def fill(line: str) -> str:
-    """Returns the row with each word of SHORT replaced by its text."""
     return re.sub("|".join(sorted(SHORT, reverse=True)), lambda m: SHORT[m[0]], line)
 
 
@@ -60,11 +59,11 @@ ABCD = f"{Q}\nA. 5\nB. 2\nC. 6\nD. 7"
 # Row -> (problem, gold answer, kind of answer).
 READ = {
     '{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
-    # GSM8K
+    # format of GSM8K
     r'{"question": "1+1=", "answer": "We add 1 and 1.\n#### 42"}': (Q, "42", "math"),
     r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1,234", "math"),
     r'{"question": "1+1=", "answer": "On one line. #### -7"}': (Q, "-7", "math"),
-    # MATH, Open-R1
+    # formats of MATH and Open-R1
     r'{"problem": "1+1=", "solution": "first \\boxed{1}, then \\boxed{2}."}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "$\\boxed{\\frac{\\sqrt{2}}{\\frac{1}{3}}}$"}':
         (Q, r"\frac{\sqrt{2}}{\frac{1}{3}}", "math"),
@@ -73,7 +72,7 @@ READ = {
     r'{"problem": "1+1=", "solution": "\\boxed{2} and \\boxed{3"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{3}", "answer": "2"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{2}", "answer": null}': (Q, "2", "math"),
-    # verl, DAPO, TRL, RLVR
+    # formats of verl, DAPO, TRL and RLVR
     '{"prompt": USER, "reward_model": {"ground_truth": "2", "style": "rule"}}': (Q, "2", "math"),
     '{"prompt": TALK, "reward_model": {"ground_truth": 2}, "data_source": "d"}': (Q, "2", "math"),
     '{"prompt": USER, "solution": "2"}': (Q, "2", "math"),
@@ -81,13 +80,13 @@ READ = {
     '{"prompt": "1+1=", "ground_truth": "2"}': (Q, "2", "math"),
     '{"messages": USER, "ground_truth": ["2"], "dataset": "gsm8k"}': (Q, "2", "math"),
     '{"messages": TALK, "ground_truth": "2", "dataset": ["gsm8k"]}': (Q, "2", "math"),
-    # ORZ
+    # format of ORZ
     '[{"from": "human", "value": "1+1="}, {"from": "assistant", "ground_truth": {"value": "2"}}]':
         (Q, "2", "math"),
     '{"prompt": [{"from": "user", "value": "1+1="}], "final_answer": "2"}': (Q, "2", "math"),
     '{"prompt": [{"from": "user", "value": "1+1=\\nA. x\\nB. y"}], "final_answer": "B", '
     '"choices": {"A": "x", "B": "y"}}': ("1+1=\nA. x\nB. y", "B", "choice"),
-    # MMLU
+    # format of MMLU
     '{FOUR, "answer": 1}': (ABCD, "B", "choice"),
     '{FOUR, "answer": 1.0}': (ABCD, "B", "choice"),
     '{FOUR, "answer": "2"}': (ABCD, "B", "choice"),
@@ -110,7 +109,7 @@ READ = {
     r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
-    # numbers keep their text; kinds of answers
+    # Numbers keep their text. The field `reward` is the kind of answer.
     '{"prompt": "1+1=", "answer": 1.10}': (Q, "1.10", "math"),
     '{"prompt": "1+1=", "answer": 1e3}': (Q, "1e3", "math"),
     '{"prompt": "1+1=", "answer": 0.30}': (Q, "0.30", "math"),
@@ -167,10 +166,10 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # The answer is the index of a choice, but the row's kind compares texts.
+    # The answer is the index of a choice, but the kind of answer is a text.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
-    # A list or an object of the row is stored as text.
+    # A list or an object is stored as text.
     r'{"prompt": "[{\"role\": \"user\", \"content\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"messages": " [{\"from\": \"human\", \"value\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
@@ -186,7 +185,6 @@ def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    """Returns a tokenizer with a chat template that writes all turns."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no') }}{% endif %}"
@@ -207,7 +205,7 @@ def test_a_row_of_every_format_is_read(line, form, tmp_path):
 
 
 def write_parquet(path: Path, line: str) -> None:
-    """Writes one row as Parquet. Skips the test if Parquet can't hold the row, or its numbers as written."""
+    """Writes one row as Parquet. Skips the test if Parquet can't keep this row."""
     row = json.loads(line) if "777" not in line else []
     if not isinstance(row, dict) or any(isinstance(v, list) and v and len({type(x) for x in v}) > 1
                                         for v in row.values()):
@@ -226,11 +224,11 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     with pytest.raises(UserError) as e:
         list(rows.problem_rows(str(path), "math"))
     message = str(e.value)
-    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")  # names no row
+    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")
     assert message.startswith(str(path) if no_json else f"{path} row 2")
     assert "\n" not in message and len(message) < 500
     assert REFUSED[line] in message and "needed: " in message
-    message.encode()  # fails if the message has a lone surrogate, which can't be printed
+    message.encode()  # an error if the message has a lone surrogate
 
 
 @pytest.mark.parametrize("fields,dataset", [
@@ -253,8 +251,8 @@ def test_several_data_sets_of_a_row_are_refused(value):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """All rows of a Parquet file have the same columns, so a missing field is null. In a column with nulls an
-    integer may be stored as a float; it is read as an integer. A decimal keeps its digits."""
+    """In Parquet a missing field is null. An integer beside nulls may be stored as a float, but is read as an
+    integer."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -288,9 +286,9 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
 @pytest.mark.parametrize("name,content,numbers", [
     ("d.jsonl", b"\xef\xbb\xbf" + GOOD + b"\n" + GOOD, [1, 2]),
     ("d.json", b"\xef\xbb\xbf[" + GOOD + b"]", [1]),
-    ("d.jsonl", b"\n\n" + GOOD + b"\r\n\n" + GOOD + b"\n\n", [3, 5]),  # a row's number is its line number
+    ("d.jsonl", b"\n\n" + GOOD + b"\r\n\n" + GOOD + b"\n\n", [3, 5]),  # row number = line number
     ("d.json", b" \n [ " + GOOD + b" ,\n" + GOOD + b" ] \n", [1, 2]),
-    ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # JSON Lines, although the file's name ends in .json
+    ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # JSON Lines, although the name ends in .json
     ("d.jsonl", '{"prompt": "a\u2028b", "answer": "\u00e9"}'.encode(), [1]),
     ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 is not UTF-8"),
     ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 is not UTF-8"),
@@ -315,7 +313,7 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
-    """The prompt has all turns up to the last question. It does not have the assistant's turn after it."""
+    """The prompt has all turns up to the last question, but not the assistant's turn after this question."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
     talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
@@ -333,7 +331,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
-LOSSY = {  # chat template that is refused for a row with a --system_prompt -> words of the error
+LOSSY = {  # refused chat template -> words of the error, for a row with a --system_prompt
     "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "doesn't show the system turn",
     "{{ messages[0].content }}": "doesn't show the user turn",
     "{{ messages[-1].content[:9] }}": "doesn't show the system turn",
@@ -378,8 +376,7 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """A model can't continue after the end token. Here the chat template ends with this token, or the
-    tokenizer adds it to every text."""
+    """A model can't continue after the end token."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
     cfg = replace(CFG, template="chat" if "{" in template else template)
@@ -415,7 +412,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
     rng, counts = random.Random(0), Counter()
     for i in range(30_000):
         value = random_json(rng)
-        if i % 2:  # makes a value that is nearly a valid row
+        if i % 2:  # nearly a valid row
             choices = rng.choice([["A", "2"], {"A": "x"}, random_json(rng, 3)])
             value = {rng.choice(["prompt", "problem"]): rng.choice([Q, "x\ny", random_json(rng, 3)]),
                      rng.choice(["answer", "solution"]): random_json(rng, 3),
@@ -450,15 +447,15 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function: config -> ranks.gold_messages on one rank. All calls use the same grader."""
+    """Returns a function: config -> ranks.gold_messages on one rank."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         yield lambda cfg: ranks.gold_messages(cfg, tokenizer, grader, world)
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """Without --go a start is refused if more than 1 % of the gold answers can't be graded. All ranks name
-    the same rows. A custom reward needs no check. Of many gold answers a random sample is checked."""
+    """If more than 1 % of the gold answers can't be graded, a start is refused without --go. Of many gold
+    answers a random sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -478,8 +475,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """In an evaluation set, gold answers that can't be graded give only a warning. In training they are also
-    checked if `math` comes second, after a custom reward."""
+    """In an evaluation set, gold answers that can't be graded give only a warning."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -496,7 +492,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """The numbers are those of an earlier version, so that a run of that version can be resumed."""
+    """A run of an earlier version can be resumed, so the order of problems must not change."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -510,8 +506,7 @@ def test_order_and_batches_are_those_of_earlier_versions():
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """Equal rows with different data sets or kinds of answers are different problems. A changed data set
-    changes the fingerprint of the problems."""
+    """Equal rows with different data sets or kinds of answers are different problems."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
@@ -532,8 +527,7 @@ def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
 
 
 def test_weights_are_each_files_own(tokenizer, tmp_path):
-    """With --data_weights, every epoch has each file's weight times its number of problems. With a weight
-    below 1 the problems change from epoch to epoch. Replacement prompts come in the same proportions."""
+    """With --data_weights, an epoch has each file's number of problems times the file's weight."""
     files = write_files(tmp_path, 40, 8, 20)
     cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
     problems = data.load_problems(files, tokenizer, cfg, str)

@@ -1,4 +1,4 @@
-"""Tests of whole runs: repeated, on another number of ranks, with custom rewards, refused at the start."""
+"""Tests of whole runs."""
 
 import dataclasses
 
@@ -46,8 +46,7 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     (dict(reward=("math",)), ["all of the first 32 responses score 0", "needed: ", "--go"]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    """The run is refused if all first responses are wrong, or if most are truncated. The output shows three
-    prompts with their responses. Both ranks raise the same error."""
+    """A run is refused if all first responses are wrong, or if most are truncated."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)
     assert messages[0] == messages[1] and "\n" not in messages[0], messages

@@ -1,5 +1,5 @@
-"""Tests of --round_len (sampling in rounds of N tokens) and --carry (unfinished trajectories continue in the
-next step). No trajectory is lost or sampled twice, on any number of ranks and after any stop."""
+"""Tests of --round_len (sampling in rounds of N tokens) and --carry (the next step continues unfinished
+trajectories)."""
 
 import dataclasses
 import shutil
@@ -53,8 +53,9 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Samples consecutive steps, step i with the weights of folders[i]. Returns for each step (prompt_ids of
-    the samples on all ranks, samples of this rank), and the trajectories that this rank carries after it."""
+    """Samples consecutive steps, step i with the weights of folders[i]. Returns, for each step, (prompt_ids
+    of the samples on all ranks, samples of this rank), and a second list with the trajectories that this rank
+    carries after each step."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -90,8 +91,8 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Each step has seven prompts in progress, and returns four of them with all their samples. A prompt is
-    returned at most two steps after the step in which it began."""
+    """A step returns four of seven prompts, each at most two steps after the step in which the prompt
+    began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
@@ -127,7 +128,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Returns, for each round of a step, (prompt_id, sample_id) of the trajectories on this rank's engine."""
+    """Returns, for each round of a step, (prompt_id, sample_id) of this rank's trajectories."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
@@ -140,8 +141,7 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """A step has one round, and each prompt's samples are spread over all ranks. The samples do not depend on
-    the number of ranks."""
+    """A step has one round, in which each prompt's samples are spread over all ranks."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
@@ -159,8 +159,8 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob equals the trainer's with the weights of the token's version, within 1e-4 nats. Some
-    trajectories have tokens of three versions. `fresh_tokens` are the tokens of the step's own version."""
+    """A token's log-prob equals the trainer's log-prob with the weights of the token's version.
+    `fresh_tokens` are the tokens of the step's own version."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -240,7 +240,7 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
-    """With --env and --round_len, the environment's texts come where turns end, not where rounds end."""
+    """The environment's texts come where turns end, not where rounds end."""
     (tmp_path / "env.py").write_text(ANSWER)
     settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
     one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]
@@ -260,8 +260,7 @@ def test_turns_and_rounds_go_together(tiny, tmp_path):
 
 
 def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
-    """The environment gives a reward after the first turn. The trajectory keeps it if it moves to another
-    rank or is carried to the next step."""
+    """A reward of the first turn stays if the trajectory moves to another rank or to the next step."""
     (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
                                      "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
     settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)
@@ -308,14 +307,14 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
     assert max(row["staleness/max"] for row in rows[:-1]) > 0
     other_rows, other = run(carrying, tmp_path / "1", ranks=1)
     for a, b in zip(maths(rows), maths(other_rows), strict=True):
-        # unique_share differs, because it depends on which samples share a pack.
+        # The metric unique_share depends on which samples share a pack.
         a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
 
 
 def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """The checkpoint has carried trajectories. The resumed run has the rewards of the uninterrupted run."""
+    """The checkpoint has carried trajectories."""
     out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)
@@ -325,7 +324,6 @@ def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
 
 
 def test_a_carrying_run_that_is_stopped_while_it_samples_ends_the_same(carrying, whole, tmp_path):
-    """The resumed run equals the uninterrupted run, bit by bit."""
     _, rows, weights = whole
     stopping = dataclasses.replace(carrying, out=str(tmp_path / "s"))
     assert run_ranks(2, ranks.stopped, stopping, ranks.has_steps, stopping, 1) == ["", ""]

@@ -1,7 +1,5 @@
-"""Tests of --env: an environment answers each turn of the policy. Only the policy's own tokens are trained.
-
-The references in the tests loop over the tokens of one sample at a time.
-"""
+"""Tests of --env: an environment answers each turn of the policy, and only the policy's tokens are
+trained."""
 
 import dataclasses
 import itertools
@@ -91,7 +89,7 @@ def fails_on_some(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    """Returns the path of a file with environments; append `:FUNCTION`."""
+    """Returns the path of a file with environments."""
     file = tmp_path_factory.mktemp("env") / "env.py"
     file.write_text(ENV)
     return str(file)
@@ -101,8 +99,7 @@ def env(tmp_path_factory):
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
-    """Returns random samples, three per prompt. In a response, tokens of the policy and tokens of an
-    environment alternate."""
+    """Returns random samples, in which tokens of the policy and tokens of an environment alternate."""
     g, samples = np.random.default_rng(seed), []
     for i in range(count):
         prompt = tuple(g.integers(3, 90, 4).tolist())
@@ -130,8 +127,7 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """A pack has mask, log-probs and advantages only at sampled tokens. The environment's tokens are input
-    only. The reward is at a sample's last token; ppo.gae gives it to the last sampled token."""
+    """Only sampled tokens have a mask, log-probs and advantages. The reward is at a sample's last token."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -157,7 +153,7 @@ def shares(samples: list[Sample]) -> list[Sample]:
 
 
 def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
-    """With --aggregation prompt, each of the 4 prompts has the weight 1/4, shared by its sampled tokens."""
+    """Each of 4 prompts has the weight 1/4, divided equally among its sampled tokens."""
     p = data.pack(run_ranks(1, shares, with_gaps(1))[0])
     prompts = np.repeat([i // 3 for i in range(12)], np.diff(p.cu_seqlens))
     for i in range(4):
@@ -179,7 +175,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 
 def replies(env: str, questions) -> tuple[list, dict]:
-    """Returns an environment's reply to each question (problem, text, turn), and the Grader's errors."""
+    """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
@@ -192,7 +188,7 @@ def test_an_environment_may_return_a_text_none_or_a_reply(env):
     assert got == [Reply("1:a"), Reply("2:b"), Reply(None), Reply("1:a")] and not errors
     assert replies(f"{env}:paid", [("a", "x", 1), ("a", "x", 2)])[0] == [
         Reply("go on", 0.5, False), Reply("left out", -3.0, True)]
-    assert replies(f"{env}:marked", [("p", "x", 1)])[0] == [Reply("p")]  # a class that only the file knows
+    assert replies(f"{env}:marked", [("p", "x", 1)])[0] == [Reply("p")]
     text = "\0 ä\ud83d\n" * 3  # what a policy may write
     assert replies(f"{env}:shows", [("p", text, 1)])[0] == [Reply(repr(("p", text, 1)), 1.0)]
 
@@ -243,13 +239,11 @@ def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """Returns responses without an environment."""
     return sampled(tiny, "")[0]
 
 
 @pytest.fixture(scope="module")
 def twice(tiny, env):
-    """Returns trajectories of up to three turns."""
     samples, errors = sampled(tiny, f"{env}:twice")
     assert not errors and max(s.turns for s in samples) == 3
     return samples
@@ -261,8 +255,8 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first turn equals the response without an environment. Then come the tokens of the environment's
-    text, and then the policy's next turn."""
+    """The first turn equals the response without an environment. The environment's text and the policy's next
+    turn follow."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -284,7 +278,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """The environment gets the text of the last turn only, with the stop string and without the end token."""
+    """The environment gets the last turn's text, with the stop string and without the end token."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -297,7 +291,7 @@ def test_the_environment_reads_the_last_segment_alone(tiny, env):
 
 
 def test_later_turns_have_their_own_randomness(tiny, env):
-    """Every turn has its own random numbers, also in the rounds of --resample_rounds."""
+    """Every turn has its own random numbers."""
     seen = []
 
     class Spy(TorchEngine):
@@ -317,21 +311,20 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """The limits of response and model length hold for all turns together. --max_turns ends a trajectory
-    without truncating it."""
+    """The limits of response and model length hold for all turns together. A trajectory that --max_turns ends
+    is not truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
     assert max(s.turns for s in samples) == turns
     for s in samples:
-        # If the environment's text would use the last free token, it is left out and this token stays free.
+        # A text of the environment that would use the last free token is left out.
         assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
 
 
 def test_the_environments_reward_is_the_trajectorys(tiny, env):
-    """The last reward of the environment replaces the reward of the grader. A positive reward has the reason
-    "correct", a negative one "wrong"."""
+    """The last reward of the environment replaces the reward of the grader."""
     samples, _ = sampled(tiny, f"{env}:paid")
     seen = {(s.turns, s.stopped): (s.reward, s.reason) for s in samples}
     assert seen[2, True] == (-3.0, "wrong") and "left out" not in "".join(s.text for s in samples)
@@ -341,7 +334,7 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 @pytest.mark.parametrize(("name", "reason"), [("hangs", "timeout"), ("floods", "error")])
 def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
-    """If the environment fails, the trajectory keeps its tokens, its reward is 0, and a metric counts it."""
+    """If the environment fails, the trajectory keeps its tokens and gets the reward 0."""
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
@@ -355,7 +348,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns the result of score_sets, with the problems as an evaluation set."""
+    """Returns the result of score_sets with the problems as an evaluation set."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
@@ -379,7 +372,7 @@ def test_evaluation_uses_the_environment(tiny, env):
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
-    """To add two 4-digit numbers, the model can guess or call the calculator. It learns to call it."""
+    """The model can guess a sum, or call the calculator."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15

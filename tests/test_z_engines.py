@@ -1,4 +1,4 @@
-"""Tests of both engines: the engine in plain PyTorch, and vLLM (its CPU build)."""
+"""Tests of both engines: the engine in plain PyTorch, and vLLM (CPU build)."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
 from log import read_metrics
 
-# A prompt may be longer than a block of vLLM's prefix cache, which has 128 tokens on a CPU.
+# A prompt may be longer than a block of vLLM's prefix cache (128 tokens on a CPU).
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
                           stop=("</answer>",))
 OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # for conftest.responses
@@ -38,8 +38,8 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns ranks.engine_samples of each rank, for two engines with two ranks each (--tp 2), or one engine
-    on fewer than 4 cores. It forks ranks, so it must run before this process has a process group."""
+    """Returns ranks.engine_samples of each rank, for engines of two ranks (--tp 2). The fixture forks ranks,
+    so it must run before this process has a process group."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -47,8 +47,6 @@ def tp_samples(tiny, env):
 
 
 def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts, env):
-    """With --tp 2 an engine of two ranks gives the same tokens and log-probs as an engine of one rank. Each
-    sample is on one rank, and all ranks have the same number of samples. The self-check passes."""
     engines, policy, _ = engines
     for temperature in (0.0, 1.0):
         alone = generate(engines["vllm"], policy, prompts, n=3, temperature=temperature)
@@ -68,7 +66,7 @@ def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samp
 
 @pytest.fixture(scope="session")
 def engines(tiny):
-    """Returns both engines by name, the policy whose weights they get, and the tokenizer."""
+    """Returns both engines by name, the policy, and the tokenizer."""
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
@@ -99,7 +97,7 @@ def generate(engine, policy, prompts, **changes):
 
 
 def check_logprobs(samples, policy, temperature):
-    """Assert that the engine's log-probs equal the trainer's."""
+    """Asserts that the engine's log-probs equal the trainer's."""
     pack = data.pack(list(samples.values()))
     with torch.no_grad():
         logp, _ = model.logprobs(policy, pack, temperature)
@@ -126,8 +124,7 @@ def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    """While responses have equal tokens, the torch engine computes them in one row. So greedy sampling has
-    one row per prompt. Random sampling has at least one per different prefix, at most one per response."""
+    """While responses to a prompt have equal tokens, the torch engine computes them in one row."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
     def counted_step(tokens, *rest):
@@ -153,9 +150,9 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
 
 
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts, monkeypatch):
-    """The torch engine never reads memory that it has not written. Here all new memory is filled with NaN."""
+    """The torch engine never reads memory that it has not written, which the test fills with NaN."""
     with dist.deterministic(True):
-        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
         samples = generate(engines[0]["torch"], policy, prompts, n=3)
     check_logprobs(samples, policy, 1.0)
@@ -169,7 +166,7 @@ def test_stale_weights_are_refused(engine, policy, prompts):
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
-    """A sample depends only on `key`, prompt_id and sample_id, not on other prompts or earlier calls."""
+    """A sample depends only on `key`, prompt_id and sample_id."""
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
@@ -180,7 +177,7 @@ def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, promp
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
-    """A response with a smaller limit of tokens is the start of the same response with a larger limit."""
+    """A response with a smaller limit of tokens is the start of the response with a larger limit."""
     limits = {(i, j): 2 + 3 * i for i in prompts for j in range(2)}
     whole, requests = generate(engine, policy, prompts, n=2), {k: prompts[k[0]] for k in limits}
     with engine.awake(dist.full_weights(policy), version=3):
@@ -193,8 +190,8 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
-    """vLLM on a CPU reads 4,096 tokens in a step. It fails if it has to read a prompt in two parts, so the
-    engine must prevent this."""
+    """vLLM on a CPU reads 4,096 tokens in a step, and fails if a prompt is read in two parts. The engine must
+    prevent this."""
     length = CFG.model_len - 8
     prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
     assert CFG.max_num_seqs * length > 5000
@@ -202,10 +199,9 @@ def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, polic
 
 
 def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, env, monkeypatch):
-    """The log-probs of engine and trainer are equal. First turns equal the responses without environment."""
     cfg = dataclasses.replace(engine.cfg, env=env, stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
-    if isinstance(engine, torch_engine.TorchEngine):  # here any token may end a stop string
+    if isinstance(engine, torch_engine.TorchEngine):  # every token is searched for a stop string
         monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
     problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
     prompts = {i: p.ids for i, p in problems.items()}
@@ -220,10 +216,10 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
 
 
 def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
-    """A response's text includes the stop string. Its ids include the EOS token, but its text does not."""
+    """The text of a response includes the stop string, but not the EOS token. The ids include both."""
     free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
-    stop = s.text[4:6]  # two characters of different tokens, from the middle of the greedy response
+    stop = s.text[4:6]  # two characters of different tokens
     cut = s.text.index(stop) + len(stop)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
@@ -260,7 +256,7 @@ def grpo_run(base, out, **changes):
 
 
 def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
-    """With the policy that the run exports, vLLM and transformers sample the same greedy tokens."""
+    """With the policy that a run exports, vLLM and transformers sample the same greedy tokens."""
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
     train.main(grpo_run(base, tmp_path / "run"))
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
@@ -275,7 +271,7 @@ def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base,
     assert got == want[:len(got)] and len(got) > 0
 
 
-# --- an engine that wakes and sleeps, and faults that the tests put into the running engine
+# --- waking, sleeping and faults
 
 
 @pytest.fixture
@@ -284,7 +280,7 @@ def vllm(engines):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """Runs the self-check with the prompts that train.py would use. Returns the result of ranks.checked."""
+    """Runs the self-check with the prompts of train.py. Returns the result of ranks.checked."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
@@ -352,8 +348,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """vLLM resets the prefix cache when it falls asleep and when the engine asks for it. Both resets call the
-    function that this test replaces."""
+    """vLLM resets the prefix cache when it falls asleep and when the engine asks. The test replaces the
+    function that both resets call."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -368,8 +364,8 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """Here syncs load nothing. vLLM already has the right weights, so the self-check finds the fault only
-    after the sync of halved weights."""
+    """vLLM already has the right weights, so the self-check finds the fault only after the sync of halved
+    weights."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
@@ -390,7 +386,7 @@ def test_another_temperature_is_caught_and_the_right_one_passes(engine, policy, 
 
 
 def test_abandoned_requests_are_aborted(engine, policy, prompts):
-    """The caller stops after one response. The next call must return its own responses only."""
+    """If the caller stops after one response, the next call returns no response of the stopped call."""
     with engine.awake(dist.full_weights(policy), version=3):
         next(iter(responses(engine, prompts, **OPTIONS | {"n": 4})))
     samples = generate(engine, policy, prompts, n=2)
@@ -399,8 +395,8 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """vLLM runs out of memory while it samples. The error has the memory table and the flags to change. The
-    engine then sleeps, and it works again afterwards."""
+    """If vLLM runs out of memory, the error has the memory table and the flags to change. The engine works
+    again afterwards."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
@@ -422,7 +418,7 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
 
 def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, prompts, monkeypatch):
-    """vLLM makes no progress. The engine raises an error before guard/watch.py would end the process."""
+    """If vLLM makes no progress, the engine raises an error before guard/watch.py ends the process."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core, "step_fn", lambda: ({}, False))
     monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stall_limit=1.0))
@@ -452,7 +448,6 @@ def test_memory_that_stays_is_measured(engine, policy):
 
 
 def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, capsys):
-    """The metrics are equal with and without the self-check. --verbose prints the engine's memory table."""
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
     for check in (True, False):
         train.main(grpo_run(base, tmp_path / str(check), selfcheck=check, verbose=check))
@@ -467,7 +462,6 @@ def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, 
 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(vllm, base, tmp_path, monkeypatch):
-    """vLLM samples at a wrong temperature. The self-check ends the run before the first step."""
     real = vllm.generate
     monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
     monkeypatch.setattr(vllm, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
