@@ -188,7 +188,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
     """Returns (N,) the exported critic's value before each sample's last token. If transformers has no
-    sequence classifier for the family, our head is applied to the hidden state of transformers."""
+    sequence classifier for the family, our critic's head is applied to the hidden state of transformers."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

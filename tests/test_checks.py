@@ -43,7 +43,7 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """The folder of --out is not on a shared disk."""
+    """The folder of --out is not on a shared disk, so each host sees a different folder."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")

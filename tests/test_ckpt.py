@@ -169,7 +169,7 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, v
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
     processes[victim].kill()
     processes[victim].join()
-    processes[1 - victim].terminate()  # as torchrun does
+    processes[1 - victim].terminate()  # torchrun also ends the other ranks
     for p in processes:
         p.join(120)
         assert p.exitcode not in (0, None)
@@ -212,7 +212,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
                 while True:
                     f.write(bytes(2**16))
         wait_until(lambda: list(out.glob("ckpt/.step_000004*")), pause=0.001)
-        wait_until(lambda: not list(out.glob("ckpt/.step_000004*")), pause=0.001)  # deleted by the run
+        wait_until(lambda: not list(out.glob("ckpt/.step_000004*")), pause=0.001)
         (disk / "ballast").unlink()
 
     filler = threading.Thread(target=fill, daemon=True)
@@ -402,7 +402,7 @@ def copy_of(two_ranks, out):
 @pytest.mark.parametrize("where", ["the run", "its folder of checkpoints", "a folder with a file", "a link",
                                    "a file", "a link to nothing"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """An export to such a path is refused, even before the damaged checkpoint is read."""
+    """An export to a path with files of the user is refused, even before the damaged checkpoint is read."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -457,8 +457,8 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A new checkpoint never replaces a complete one. It replaces the folder of a crashed save, unless this
-    folder is a link or has files of the user."""
+    """A new checkpoint never replaces a complete one. A new checkpoint may replace the folder of a crashed
+    save, unless this folder is a link or has files of the user."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -570,7 +570,7 @@ def poisoned(out, what):
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
-    """The message names the tensor, the step and the last complete checkpoint."""
+    """The error message names the tensor, the step and the last complete checkpoint."""
     key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
     for said in run_ranks(2, poisoned, tmp_path, what):
         assert said.startswith("refused: ") and f"{key} " in said and "after 2 steps" in said
@@ -586,7 +586,7 @@ def exported(base, out):
 
 @pytest.mark.parametrize("disk", ["64k"], indirect=True)
 def test_an_export_that_finds_no_space_is_one_line(disk, base):
-    """All ranks show the same line, and no unfinished file is left."""
+    """If the disk is full, all ranks show the same line, and no unfinished file is left."""
     for said in run_ranks(2, exported, base, disk / "hf"):
         assert said.startswith(f"{os.uname().nodename}: {disk}/hf can't be written (")
         assert "needed: space" in said
@@ -641,8 +641,8 @@ def test_notes_in_an_old_checkpoint_stay(tmp_path):
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
-    """The error names the old path. With `--model NEW_PATH` the export equals the run's own export, byte by
-    byte."""
+    """If the base model has moved, the error names the old path. With `--model NEW_PATH` the export equals
+    the run's own export, byte by byte."""
     out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
     for folder in ckpt.complete(out):
         state = json.loads((folder / "state.json").read_text())
@@ -696,8 +696,8 @@ def asked(tokenizer, question, system=""):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
-    """The exported chat template turns one user turn into the tokens of a training prompt. It refuses a
-    conversation that --template can't express."""
+    """The exported chat template turns one user turn into the tokens of a training prompt. The template
+    refuses a conversation that --template can't express."""
     tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token
@@ -750,7 +750,8 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """The restarted run makes the link `best`, deletes old and unfinished checkpoints, and saves nothing."""
+    """A run is killed right after its last save. The restarted run makes the link `best`, deletes old and
+    unfinished checkpoints, and saves nothing."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

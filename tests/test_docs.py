@@ -201,7 +201,7 @@ def test_shell_scripts_are_shell():
         assert done.stderr == ""
 
 
-STAND_INS = {  # replace Slurm's programs and write their arguments to files
+STAND_INS = {  # these scripts replace Slurm's programs and write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
     # srun acts like a training: it runs until SIGUSR1, then saves for 0.3 s. With ENDS set, it exits with

@@ -68,7 +68,8 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created on the meta device and then rebuild buffers such as rotary frequencies."""
+    """Models are created on the meta device and then rebuild buffers such as rotary frequencies. These
+    buffers must equal transformers' in fp32."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):

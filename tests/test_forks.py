@@ -335,7 +335,8 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99. Its checkpoint can be exported."""
+    """The run stops after the first step with a mean reward above 0.99. The checkpoint of this step can be
+    exported."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))

@@ -192,7 +192,7 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),
                                           ("0.32.0", True), ("0.32.1+cpu", True)])
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
-    """Only vLLM 0.32 is accepted. An empty module replaces vLLM."""
+    """Only vLLM 0.32 is accepted. The test replaces vLLM by an empty module."""
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)

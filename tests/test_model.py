@@ -47,8 +47,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """The errors of the gradients of shared keys and values are at most 1.2 times the errors without sharing.
-    All errors are differences from fp64."""
+    """With a shared prompt, the error of the gradients of keys and values (against fp64) is at most 1.2 times
+    the error without sharing."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])

@@ -169,7 +169,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():
-    """The policy has 7B parameters, and the critic 0.5B."""
+    """The plan counts a 7B policy and a 0.5B critic, each with its own parameters."""
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same, small = (plan.Case(parse(["orz-7b"]), 32, [seven, critic], plan.GPUS["H100"], local=8)
                    for critic in (seven, half))

@@ -278,7 +278,8 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and the modules that it imports. Torz has its own configs.py and answers.py.
+# A reward file (mine.py) and the modules that it imports. Two of these modules have the names of torz's own
+# modules.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -296,7 +297,7 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """One worker calls the rewards of two folders in turn."""
+    """Two folders have modules of the same names. One worker calls the rewards of both folders in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -318,7 +319,8 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """torch and transformers have lazy modules, in which attribute access fails."""
+    """A reward file may import torch and transformers, although attribute access fails in their lazy
+    modules."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"

@@ -376,7 +376,7 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """A model can't continue after the end token."""
+    """A model can't continue after the end token, so such a prompt is refused."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
     cfg = replace(CFG, template="chat" if "{" in template else template)

@@ -307,14 +307,15 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
     assert max(row["staleness/max"] for row in rows[:-1]) > 0
     other_rows, other = run(carrying, tmp_path / "1", ranks=1)
     for a, b in zip(maths(rows), maths(other_rows), strict=True):
-        # The metric unique_share depends on which samples share a pack.
+        # The metric unique_share differs, because it depends on which samples share a pack.
         a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
 
 
 def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """The checkpoint has carried trajectories."""
+    """A checkpoint has the carried trajectories, so the resumed run has the rewards of the uninterrupted
+    run."""
     out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)

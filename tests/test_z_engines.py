@@ -216,7 +216,8 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
 
 
 def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
-    """The text of a response includes the stop string, but not the EOS token. The ids include both."""
+    """The text of a response includes the stop string, but not the EOS token. The ids include the EOS
+    token."""
     free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
     stop = s.text[4:6]  # two characters of different tokens
