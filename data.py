@@ -370,18 +370,25 @@ def _total(groups):
     return sum(count for count, _ in groups)
 
 
+_kept: dict[str, Any] = {}  # the list of problems of the last call of _groups, and its groups
+
+
 def _groups(problems):
     """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
     prompts from the problems `indices`.
 
-    Files with the same integer weight form one group. Each other file is a group of its own."""
+    Files with the same integer weight form one group. Each other file is a group of its own. Every step calls
+    this function, so the groups of the last list are kept. The list must not change afterwards."""
+    if _kept.get("problems") is problems:
+        return _kept["groups"]
     files, groups = defaultdict(list), defaultdict(list)
     for i, p in enumerate(problems):
         files[p.weight, p.file].append(i)
     for (weight, file), indices in files.items():
         groups[weight, "" if weight == int(weight) else file] += indices
-    return [(max(1, round(weight * len(indices))), np.array(indices))
-            for (weight, _), indices in groups.items()]
+    _kept.update(problems=problems, groups=[(max(1, round(weight * len(indices))), np.array(indices))
+                                            for (weight, _), indices in groups.items()])
+    return _kept["groups"]
 
 
 def _epoch(groups, seed, epoch):

@@ -124,6 +124,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, truncated
     samples get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
+    if not weights and not cfg.mask_truncated:
+        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
