@@ -1,15 +1,20 @@
 r"""Measures a grader's errors: the percent of right answers refused, and of wrong answers accepted.
 
-    python -m bench.equality [--before c69980a] [--failures] [--unseen] [--draws 4]
+    python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
-A pair is an answer, a gold answer, and whether they are equal. The pairs have four parts:
+A pair is an answer, a gold answer, and whether they are equal. The pairs have six parts:
     seen      two thirds of the pairs of bench/equality_pairs.py
     unseen    the other third. Nobody looks at it while improving the grader; only --unseen counts it.
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
     second    204 older pairs of the same file, from before the grader's second revision
+    golds     two thirds of the pairs of bench/equality_golds.txt. They follow the forms of the gold answers
+              of competition data sets, and were from before the grader's third revision.
+    others    the other third of them, unseen
 
-Three graders judge each pair: grading/answers.py (`after`), reward.py as of the commit --before (`before`),
-and math-verify. Prints one JSON line per grader and part.
+A line of bench/equality_golds.txt is `gold ~ right ~ right ~~ wrong ~ wrong`, a line `# name` a category.
+
+Three graders judge each pair: grading/answers.py (`after`), the same file as of the commit --before
+(`before`), and math-verify. Prints one JSON line per grader and part.
 
 --failures prints each wrong verdict of grading/answers.py, except on the unseen third. --unseen writes
 bench/results/equality.md and .json.
@@ -30,14 +35,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.common import RESULTS, ROOT, arguments, markdown, say
-from bench.equality_pairs import Pair, pairs
+from bench.equality_pairs import Pair, pairs, unseen
 from grading.answers import grade
 
 SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
 
 
 PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
-         "foreign": "**foreign**", "second": "**second**"}
+         "foreign": "**foreign**", "second": "**second**",
+         "golds": "**golds, two thirds for work**", "others": "**golds, unseen third**"}
 
 
 class Late(BaseException):
@@ -45,12 +51,13 @@ class Late(BaseException):
 
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
-    source = subprocess.check_output(["git", "show", f"{commit}:reward.py"], cwd=ROOT, text=True)
+    """Returns the function `grade` of grading/answers.py as it was in a commit."""
+    source = subprocess.check_output(["git", "show", f"{commit}:grading/answers.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "reward_before.py")
+        path = Path(folder, "answers_before.py")
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location("reward_before", path)
-        module = sys.modules["reward_before"] = importlib.util.module_from_spec(spec)
+        spec = importlib.util.spec_from_file_location("answers_before", path)
+        module = sys.modules["answers_before"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module.grade
 
@@ -95,8 +102,24 @@ def foreign() -> list[Pair]:
     return found
 
 
+def golds() -> list[Pair]:
+    """Returns the pairs of bench/equality_golds.txt. The category's name starts with "golds"."""
+    found, category = [], ""
+    for line in (ROOT / "bench/equality_golds.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            category = f"golds {line[2:]}"
+            continue
+        (gold, *right), wrong = (texts.split(" ~ ") for texts in line.split(" ~~ "))
+        hidden = unseen(gold)
+        found += [Pair(category, answer, gold, True, hidden) for answer in right]
+        found += [Pair(category, answer, gold, False, hidden) for answer in wrong]
+    return found
+
+
 def part(pair: Pair) -> str:
     first = pair.category.split()[0]
+    if first == "golds":
+        return "others" if pair.unseen else "golds"
     return first if first in PARTS else "unseen" if pair.unseen else "seen"
 
 
@@ -122,10 +145,10 @@ def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
 
 
 def main() -> None:
-    args = arguments(__doc__, before="c69980a", draws=4, failures=False, unseen=False)
+    args = arguments(__doc__, before="3d91407", draws=4, failures=False, unseen=False)
     logging.disable(logging.WARNING)
-    cases = [p for p in [*pairs(args.draws), *foreign()] if args.unseen or not p.unseen]
-    parts = [name for name in PARTS if args.unseen or name != "unseen"]
+    cases = [p for p in [*pairs(args.draws), *foreign(), *golds()] if args.unseen or not p.unseen]
+    parts = [name for name in PARTS if args.unseen or name not in ("unseen", "others")]
     graders = {"after": grade}
     if args.unseen or not args.failures:
         graders = {"before": earlier(args.before), **graders, "math-verify": math_verify}

@@ -40,8 +40,12 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
-    return [Pair(name, answer, gold, same, hashlib.sha256(gold.encode()).digest()[0] % 3 == 0)
-            for (answer, gold), (name, same) in found.items()]
+    return [Pair(name, answer, gold, same, unseen(gold)) for (answer, gold), (name, same) in found.items()]
+
+
+def unseen(gold: str) -> bool:
+    """Returns whether the pairs of a gold answer are unseen. This holds for about a third of gold answers."""
+    return hashlib.sha256(gold.encode()).digest()[0] % 3 == 0
 
 
 # --- the templates
