@@ -8,7 +8,7 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs have s
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
     second    204 older pairs of the same file, from before the grader's second revision
     golds     two thirds of the pairs of bench/equality_golds.txt. They follow the forms of the gold answers
-              of competition data sets, and were from before the grader's third revision.
+              of competition data sets, and are from before the grader's third revision.
     others    the other third of them, unseen
 
 A line of bench/equality_golds.txt is `gold ~ right ~ right ~~ wrong ~ wrong`, a line `# name` a category.

@@ -11,7 +11,7 @@ gold answers (one is drawn), other ways to write the gold answer (`right`), and 
 
 The rules by which answers are equal:
 - Two forms of the same value are equal: `\sqrt{242}` and `11\sqrt{2}`.
-- If the gold answer is a plain number, a sum that still has to be computed (`3+4`) is wrong.
+- But if the gold answer is a plain number, a calculation (`3+4`, `84/2`) is wrong.
 - A unit must be the gold answer's unit or be left out. Units are not converted. A percent is a hundredth.
 - A decimal is right if its relative error is at most one in a million.
 - Words and letters are compared as text.

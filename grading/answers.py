@@ -18,7 +18,7 @@ Equality is decided in three steps:
 What counts as equal:
 
 - Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
-  the gold answer is a plain number, an unfinished calculation (`3+4`, `\binom{5}{2}`; see UNSOLVED) is wrong.
+  the gold answer is a plain number, an unfinished calculation (`3+4`, `\binom{5}{2}`; see OPERATIONS) is wrong.
   Otherwise a policy could earn the reward by repeating the problem.
 - Two decimals with the same number of decimal places must be equal. A decimal and any other number may differ
   by at most one part in a million, and by less than one unit of the decimal's last place.
@@ -45,16 +45,20 @@ KINDS = ("math", "choice", "exact")
 # --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
 # Both patterns also match \\, \{ and \}, so that `_boxes` can ignore them: they open or close no group.
+PLAIN = str.maketrans({
+    "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
+    **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 ANY_BOX = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
-BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\\text\s*\{)?\s*(?:and|or)?\s*\}?[\s,;$]*")
+BETWEEN_BOXES = re.compile(
+    r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
 CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (C), C. or C:
     r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
-    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?([A-J])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
+    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
 
 
 def extract_answer(text: str) -> str | None:
@@ -94,7 +98,7 @@ def _after_thought(text):
 
 def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
-    side are one answer, joined by commas. So a response can't win by offering several answers."""
+    side are one answer, joined by semicolons. So a response can't win by offering several answers."""
     text = _after_thought(text)
     boxes = _boxes(text, ANY_BOX)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
@@ -106,7 +110,7 @@ def _boxed(text):
                 break
         parts.insert(0, text[box[1]:box[2]].strip())
         start = box[0]
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
 def _stated(text):
@@ -131,7 +135,7 @@ def _dapo(text):
 
 def _last(pattern):
     def extractor(text):
-        found = pattern.findall(_after_thought(text))
+        found = pattern.findall(_after_thought(text).translate(PLAIN))
         return found[-1] if found else ""
 
     return extractor
@@ -145,7 +149,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "answer_tag": _answer_tag,  # last <answer> block: its box, or its text after `answer is`, or all of it
     "gsm8k": _last(GSM8K),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
-    "letter": _last(CHOICE),  # the last letter A to J that is given as the answer (CHOICE)
+    "letter": _last(CHOICE),  # the last letter A to Z that is given as the answer (CHOICE)
     "last_number": _last(LAST_NUMBER),
     "whole": _after_thought,
 }
@@ -167,10 +171,9 @@ def readers(text: str) -> list[str]:
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
-INNER_DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\[][()]|\\(?:boxed|fbox)|(?i:answer)")
 NAMES = "pi infty pm le ge ne cup cap in emptyset theta alpha beta".split()
-CHARACTERS = str.maketrans({
-    **dict(zip("−–×·⋅÷⁄’，~", "--***//', ", strict=True)),
+CHARACTERS = PLAIN | str.maketrans({
+    **dict(zip("×·⋅÷⁄’~", "***//' ", strict=True)),
     **{character: rf"\{name} " for character, name in zip("π∞±≤≥≠∪∩∈∅θαβ", NAMES, strict=True)},
     **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{c: f"_{{{i}}}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
@@ -183,23 +186,24 @@ STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl B
     boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
     checkmark"""
 COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(
-    quad=" ", qquad=" ", dfrac=r"\frac", tfrac=r"\frac", cfrac=r"\frac", leq=r"\le ", leqslant=r"\le ",
+    quad=" ", qquad=" ", lor=";", vee=";", land=";", wedge=";", lvert="|", rvert="|", vert="|",
+    lg=r"\log_{10} ", dfrac=r"\frac", tfrac=r"\frac", cfrac=r"\frac", leq=r"\le ", leqslant=r"\le ",
     geq=r"\ge ", geqslant=r"\ge ", neq=r"\ne ", lt="<", gt=">", bar=r"\overline", dot=r"\overline",
     lbrace=r"\{", rbrace=r"\}", mid="|", colon=":", div="/", times="*", cdot="*", degree=r"^\circ ",
     varnothing=r"\emptyset ", langle="(", rangle=")", backslash=r"\setminus ", bigcup=r"\cup ",
     Omega='"ohms"', over=r"\infix frac ", choose=r"\infix binom ", mod=r"\pmod ",
     bmod=r"\pmod ")
-SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\!": "", "{:}": ":",
+SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\!": "", r"\left.": "", r"\right.": "", "{:}": ":",
            **dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ")}
 FUNCTIONS = "sin cos tan cot sec csc ln log exp sqrt pi infty theta alpha beta"
-WORDS = {"or": ",", "and": ",", "to": ":", "percent": r"\%", "percentage": r"\%", "infinity": r"\infty ",
+WORDS = {"or": ";", "and": ";", "to": ":", "percent": r"\%", "percentage": r"\%", "infinity": r"\infty ",
          "inf": r"\infty ", "mod": r"\pmod ", **{name: rf"\{name} " for name in FUNCTIONS.split()}}
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | (?P<symbol>\\\\|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
+  | (?P<symbol>\\\\|\\(?:left|right)\.|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
   | \\(?P<command>[A-Za-z]+)\ ?
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
@@ -207,6 +211,8 @@ LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies after TOKEN, in this order.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$"),  # dollars
+    (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
+    (r'"per" ?"cent"|"per cent"', r"\\%"),
     (r"√ ?(\d+)", r"\\sqrt{\1}"),
     (r"√", r"\\sqrt "),
     (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
@@ -227,19 +233,28 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'" ?"', " "),
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
+    (r",*;[,;]*", ";"),
     (r",{2,}", ","),
     (r"\\(frac|overline|sqrt(?:\[\w\])?) ?(\w)", r"\\\1{\2}"),
     (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
     (r"\{([^{}]*)\\infix (frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
+    (r"\\log_(\d)(?=\d)", r"\\log_{\1}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
+    (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
+    (r"^([+-]?)\(([+-]?\d+)\)/(\d+)$", r"\1\\frac{\2}{\3}"),
+    (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
+    (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+ ?[a-z](?:,[a-z])*\\in ?'
+     r"\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
+    (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\]\)])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
     (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # \pi\approx3.14 becomes \pi
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-    (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:is|are|equals|answer)" ?:?(?=.)', ""),
+    (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:(?:is|are|equals|answer)" ?:?|[a-z]+" ?:)(?=.)',
+     ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
 ]]
 
@@ -252,7 +267,7 @@ def normalise(text: str) -> str:
     text = text.strip()
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, text.translate(CHARACTERS))
+    text = TOKEN.sub(_token, text.translate(CHARACTERS)).strip()
     for pattern, new in TIDY:
         if pattern.search(text):  # most patterns don't match, and then `search` is faster than `sub`
             text = pattern.sub(new, text)
@@ -312,6 +327,7 @@ class Reading(NamedTuple):
         intervals   (variable or None, [(brackets, [low, high]), ...])
         matrix      (shape, Readings of the cells)
         named       (name before `=`, Reading of the text after it)
+        chain       (texts before the last `=`, Reading of the number after it), as in 3+4=7
         text        the words in lower case, without articles and plural s
 
     The other kinds have no parts (None): equation, relation, letters and expression."""
@@ -331,7 +347,11 @@ MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion
 # Words after a number are a unit, as in `5 meters`. With one of these words, the whole is text: `5 or more`.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
-    point never false unknown unless except but maybe from by""".split())
+    point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
+    quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth permille
+    mille base binary octal decimal hex hexadecimal one two three four five six seven eight nine ten
+    score gross lakh crore""".split())
+NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
     r"([+-]?)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
@@ -342,11 +362,15 @@ BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
 # Matches the left side of `=` if it only names the answer: x in x=5.
-NAME = re.compile(r"""
-    (?:(?:m\ ?)?\\(?!pi)[a-z]+\ ?(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{"?\w+"?\})?'?(?:\([\w,]*\))?                   # ABC, a_{1}, f'(x)
-  | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)                      # |AB|, [ABC], (r,\theta)
-""", re.VERBOSE)
+ONE_NAME = r"""(?:
+    (?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([\w,]*\))?                          # ABC, a_{1}, f'(x)
+  | \|[a-z]\| | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)  # |z|, |AB|, [ABC], (r,\theta)
+)"""
+NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
+NAME_FRACTION = re.compile(rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
+VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?")
+INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
 MATRIX = re.compile(  # a matrix, or a factor and a matrix
@@ -354,7 +378,7 @@ MATRIX = re.compile(  # a matrix, or a factor and a matrix
     r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\2matrix\}[)\]]?", re.DOTALL)
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
 SEPARATORS = {name: re.compile(f"{BRACKET}|(?P<separator>{pattern})") for name, pattern in {
-    "list": "[,;]", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":", "bar": r"[|:]",
+    "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":", "bar": r"[|:]",
     "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
     "row": r"\\\\", "cell": "&",
 }.items()}
@@ -410,37 +434,69 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
-    parts, _ = _split(text, "list")
+    parts, found = _split(text, "list")
+    groups, _ = _split(text, "group")
     if len(parts) == 1:
         if len(PLUS_MINUS.findall(text)) != 1 or _split(text, "equal")[1]:
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
     elif DECIMAL.fullmatch(text) or not all(parts):
         return None
+    elif "," in found and len({_name(read(group, depth)) for group in groups} - {None}) == 1 < len(groups):
+        parts = groups  # x=1, y=2; x=3, y=4
     elements = []
     for part in parts:
         element = read(part, depth)
         # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-        several = element.kind == "list" and not part.startswith(r"\{")
-        elements += element.parts if several else [element]
-    names = {e.parts[0] if e.kind == "intervals" else "" for e in elements}
-    if len(names) == 1 and "" not in names:  # x<1 or x>2
-        return Reading("intervals", text, (names.pop(), [piece for e in elements for piece in e.parts[1]]))
-    if {e.kind for e in elements} == {"named"}:
-        names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
-        if len(set(names)) == 1:  # "x=1 or x=2"
-            return Reading("named", text, (names[0], Reading("list", text, values)))
-        if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
+        elements += _several(element)
+    kinds = {e.kind for e in elements}
+    if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
+        return _read_bounds(text, elements)
+    names = [_name(e) for e in elements]
+    if None in names:
+        return Reading("list", text, elements)
+    values = [e.parts[1] for e in elements]
+    if len({INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
+        one = names[0] if len(set(names)) == 1 else INDEX.sub("", names[0])
+        return Reading("named", text, (one, Reading("list", text, [v for value in values for v in _several(value)])))
+    if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
+        names, values = zip(*sorted(zip(names, values, strict=True), key=lambda p: p[0]), strict=True)
+        return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
+
+
+def _several(reading):
+    """Returns the Readings of a list without braces; any other Reading is the only one."""
+    return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
+
+
+def _name(reading):
+    return reading.parts[0] if reading.kind == "named" else None
+
+
+def _read_bounds(text, elements):
+    r"""Returns the intervals of x<1 or x>2. A part x\ne3 takes the point 3 out of the others."""
+    cut = [e for e in elements if r"\ne" in e.text]
+    pieces = [piece for e in elements if e not in cut for piece in _pieces(e)]
+    points = [e.parts[1][0][1][1] for e in cut]
+    pieces = _without(pieces or REALS, points)
+    names = {e.parts[0] for e in elements}
+    return Reading("intervals", text, (names.pop(), pieces)) if pieces and len(names) == 1 else None
 
 
 def _read_named(text, depth):
     parts, found = _split(text, "equal")
     if not found:
         return None
-    if parts[-1] and (NAME.fullmatch(parts[0]) or TOTAL.fullmatch(parts[0])):
-        return Reading("named", text, (parts[0], read(parts[-1], depth)))
+    *names, value = parts
+    if len(names) > 1 and all(map(VARIABLE.fullmatch, names)):  # x=y=2
+        return read(",".join(f"{name}={value}" for name in names), depth)
+    name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
+    if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
+        return Reading("named", text, (name, read(value, depth)))
+    reading, symbols = read(value, depth), set(SYMBOL.findall(text))
+    if reading.kind == "number" and set(found) == {"="} and symbols <= {r"\frac", r"\sqrt", r"\binom"}:
+        return Reading("chain", text, (names, reading))
     return Reading("equation", text)
 
 
@@ -448,13 +504,16 @@ def _read_union(text, depth):
     r"""Returns the intervals of a union (\cup), of the real numbers (\mathbb{R}), or of intervals without
     some points (\setminus). None for any other text."""
     if text == r"\mathbb{R}":
-        return Reading("intervals", text, (None, [("()", [read(r"-\infty"), read(r"\infty")])]))
+        return Reading("intervals", text, (None, REALS))
     parts, _ = _split(text, "minus")
     if len(parts) == 2 and (points := read(parts[1], depth)).kind == "list":
         pieces = _without(_pieces(read(parts[0], depth)), points.parts)
         return Reading("intervals", text, (None, pieces)) if pieces else None
     parts, _ = _split(text, "union")
-    pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
+    readings = [read(part, depth) for part in parts] if len(parts) > 1 else []
+    if readings and all(r.kind in ("list", "number", "expression") for r in readings):
+        return Reading("list", text, [e for r in readings for e in (r.parts if r.kind == "list" else [r])])
+    pieces = [_pieces(r) for r in readings]
     return Reading("intervals", text, (None, sum(pieces, []))) if pieces and all(pieces) else None
 
 
@@ -478,6 +537,7 @@ def _below(a, b):
     return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
 
 
+REALS = [("()", [Reading("expression", r"-\infty"), Reading("expression", r"\infty")])]
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
 EDGES = {"<": "()", ">": "()", r"\ne": "()", r"\le": "[]", r"\ge": "[]"}
 
@@ -506,11 +566,15 @@ def _read_inequality(text, depth):
 
 def _pieces(reading):
     """Returns the intervals of a Reading; [] if it has none. A pair in brackets, such as (1,2), counts as an
-    interval."""
-    if reading.kind == "intervals":
-        return reading.parts[1]
-    pair = reading.kind == "tuple" and reading.parts[0] != "=" and len(reading.parts[1]) == 2
-    return [reading.parts] if pair else []
+    interval, and a number a as [a,a]."""
+    kind, _, parts = reading
+    if kind in ("intervals", "named"):
+        return parts[1] if kind == "intervals" else _pieces(parts[1])
+    if kind == "list":
+        return [piece for element in parts for piece in _pieces(element)]
+    if kind in ("number", "expression"):
+        return [("[]", [reading, reading])]
+    return [parts] if kind == "tuple" and parts[0] != "=" and len(parts[1]) == 2 else []
 
 
 def _read_brackets(text, depth):
@@ -535,9 +599,16 @@ def _read_matrix(text, depth):
     factor, kind, inside = match.groups()
     rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
     shape = "|" * (kind in ("v", "V")), *map(len, rows)
-    times = "" if not factor else "-1*" if factor == "-" else f"{factor}*"
-    cells = [read(f"{times}({cell})", depth) for row in rows for cell in row]
+    factor = read("-1" if factor == "-" else factor or "1")
+    cells = [_product(factor, read(cell, depth)) for row in rows for cell in row]
     return Reading("matrix", text, (shape, cells))
+
+
+def _product(a, b):
+    if a.text == "1" or a.kind != "number" or b.kind != "number":
+        return b if a.text == "1" else read(f"{a.text}*({b.text})")
+    value = a.parts.value * b.parts.value
+    return Reading("number", f"{value}", Number(value, None))
 
 
 def _read_text(text, depth):
@@ -560,7 +631,9 @@ def _read_text(text, depth):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         return Reading("text", text, PLURAL.sub(r"\1", ARTICLE.sub("", words)))
     inside, names = read(number, depth), _unit(unit)
-    if names and names[0] in MULTIPLIERS and inside.kind == "number":
+    if names and names[0] in MULTIPLIERS:
+        if inside.kind != "number":
+            return Reading("expression", text)
         value = inside.parts.value * MULTIPLIERS[names[0]]
         inside, names = Reading("number", f"{value}", Number(value, None)), names[1:]
     return Reading("quantity", text, (inside, names)) if names else inside
@@ -614,7 +687,7 @@ def _number(text):
     if not (match := FRACTION.fullmatch(text)):
         return None
     sign, whole, top, bottom = match.groups()[:4] if match[3] else match.groups()[4:]
-    if int(bottom) == 0 or whole and not 0 <= int(top) < int(bottom):
+    if int(bottom) == 0 or (not 0 <= int(top) < int(bottom) if whole else int(top) % int(bottom) == 0):
         return None
     value = int(whole or 0) + Fraction(int(top), int(bottom))
     return Number(value / (100 if percent else 1) * (-1 if sign == "-" else 1), None)
@@ -622,14 +695,32 @@ def _number(text):
 
 # --- equality
 
-# Finds an unfinished calculation, such as 3+4. It is a wrong answer if the gold answer is a plain number.
-UNSOLVED = re.compile(
-    r"\\(?:int|sum|prod|lim|d?binom|sqrt|log|ln|lg|sin|cos|tan|cot|gcd|lcm|det|max|min|[lr]?floor)(?![a-z])|"
-    r"[|!]|[\w)}] ?[+-]")
-# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, and 5\equiv 2 as 2.
-MISREAD = re.compile(
-    r"\d \d|\d ?\{\d|\{,|[-+] ?[-+]|\d_|[-+*/^_<>=(\[]$|^[<>*/^_]|"
-    r"\\(?:le|ge|ne|equiv|approx|sim|p?mod|bmod|[lc]?dots|not|to|Rightarrow)(?![a-z])")
+# An answer must be worked out as far as the gold answer. This table says how far:
+#
+#     operation                  in an answer it is
+#     sign, decimal point, %     part of a value
+#     power of ten               part of a value: 3\cdot10^4 and 10^6 are ways to write a number
+#     fraction of two integers   a value in any terms: 6/8. But 84/2 is a quotient to work out
+#     whole and fraction         a value: 4\frac23. But 4+\frac23 is a sum
+#     + - * / and other powers   free, unless the gold answer is a plain value: 2x+6 may be 2(x+3), but 2^{10} is
+#                                not worked out where the gold answer is 1024
+#     the rest: OPERATIONS       right only if the gold answer has an operation of the same line: a gold answer
+#                                11\sqrt2 may be \sqrt{242}, but \frac{\sqrt3}{2} may not be \sin60^\circ. If
+#                                the gold answer has a variable, this holds only for the first line, because
+#                                n(n-1)/2 may be \binom{n}{2}, and x^{-1/2} may be 1/\sqrt{x}
+#
+# So a policy can't earn the reward by repeating the problem. `_number` reads plain values, and no other answer
+# equals a plain value.
+OPERATIONS = [re.compile(pattern) for pattern in (
+    r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{d",
+    r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots; a power may be one
+    r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)",
+    r"\\(?:log|ln)",
+    r"!|\\binom",
+    r"\\(?:gcd|lcm|max|min|det|lfloor|lceil|floor|ceil)",
+)]
+# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, and 5\approx 2 as 5.
+MISREAD = re.compile(r"\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # A, A. or (A), but not A)
 
@@ -674,25 +765,28 @@ def _same(answer, gold, prove):
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
+    if "chain" in kinds:
+        return _same_chain(answer, gold, prove)
     if "named" in kinds:
         return _same_named(answer, gold, prove)
     if "quantity" in kinds:
         return _same_quantity(answer, gold, prove)
     if len(kinds) == 1 and answer.kind in COMPARE:
         return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2"
+    if kinds == {"tuple", "list"} and "=" in (answer.parts[0], gold.parts[0]):  # "x=1, y=2" equals "1, 2"
         a, b = (r.parts if r.kind == "tuple" else (",", r.parts) for r in (answer, gold))
         return _same_tuple(a, b, prove)
-    if "list" in kinds:  # {5} equals 5
-        a, b = (r.parts[0] if r.kind == "list" and len(r.parts) == 1 else r for r in (answer, gold))
-        return "list" not in (a.kind, b.kind) and _same(a, b, prove)
+    if "list" in kinds and "intervals" not in kinds:  # {5} equals 5
+        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
+        return _unordered(a, b, prove)
     if "intervals" in kinds:
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _pieces(answer), _pieces(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
     if kinds == {"ratio", "number"}:
         ratio, number = (answer, gold) if gold.kind == "number" else (gold, answer)
-        return len(ratio.parts) == 2 and ratio.parts[0] == number.parts.value * ratio.parts[1] != 0
+        same = len(ratio.parts) == 2 and ratio.parts[0] == number.parts.value * ratio.parts[1] != 0
+        return same and (gold is ratio or number.parts.value.denominator > 1)  # 84:2 is a quotient
     return _same_expression(answer, gold, prove)
 
 
@@ -707,11 +801,7 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number", "letters", "ratio"} or kinds == {"letters"}:
         return False
-    # The gold answer 1\frac{4}{5} may be answered as 1+\frac{4}{5}, although UNSOLVED matches this sum.
-    mixed = re.match(r"-?\d+ ?\\frac", gold.text)
-    if gold.kind == "number" and not mixed and UNSOLVED.search(answer.text):
-        return False
-    if MISREAD.search(answer.text) or MISREAD.search(gold.text):
+    if gold.kind == "number" or MISREAD.search(answer.text):
         return False
     if answer.text.count("'") != gold.text.count("'"):  # math-verify ignores primes, and f' is not f
         return False
@@ -719,19 +809,39 @@ def _same_expression(answer, gold, prove):
     # The symbols differ only in case, such as x and X: the answer is wrong.
     if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:
         return False
+    variables = any(len(s) == 1 and s not in "ei" for s in needed)
+    if any(op.search(answer.text) and not op.search(gold.text) for op in OPERATIONS[:1 if variables else None]):
+        return False
     return prove(answer.text, gold.text)
 
 
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
-    other = name and needed and name != needed
-    if other and {a.kind, b.kind} & {"tuple", "list"}:
+    # The name x_{1} is also an x, but no x_{2}.
+    other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
+    if other and not {a.kind, b.kind} <= {"number", "expression"}:
         return False
     # A gold answer such as x+y=5 may be a line, so it counts as an equation.
     if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
     return _same(a, b, prove)
+
+
+def _same_chain(answer, gold, prove):
+    """Returns whether two Readings are equal if one or both are a chain; None if unknown. A chain has the
+    value of its last part. All parts of an answer must have this value."""
+    steps, a = answer.parts if answer.kind == "chain" else ([], answer)
+    same = _same(a, gold.parts[1] if gold.kind == "chain" else gold, prove)
+    return same and _all([same, *(prove(step, str(a.parts.value)) for step in steps)])
+
+
+def _all(verdicts):
+    return False not in verdicts and (None if None in verdicts else True)
+
+
+def _any(verdicts):
+    return True in verdicts or (None if None in verdicts else False)
 
 
 def _same_quantity(answer, gold, prove):
@@ -760,20 +870,21 @@ def _same_tuple(answer, gold, prove):
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
     if len(a) != len(b) or kind != needed and not system:
         return False
-    verdicts = [_same(*pair, prove) for pair in zip(a, b, strict=True)]
-    return False not in verdicts and (None if None in verdicts else True)
+    return _all([_same(*pair, prove) for pair in zip(a, b, strict=True)])
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order. None if unknown."""
-    left = list(answer)
-    if len(left) != len(gold):
-        return False
-    for part in gold:
-        verdicts = [same(candidate, part, prove) for candidate in left]
-        if True not in verdicts:
-            return None if None in verdicts else False
-        del left[verdicts.index(True)]
+    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If their numbers of
+    parts differ, a part may be repeated: `1, 1` equals `1`."""
+    table = [[same(a, b, prove) for a in answer] for b in gold]
+    if len(answer) != len(gold):
+        return bool(table) and _all([*map(_any, table), *map(_any, zip(*table, strict=True))])
+    left = set(range(len(gold)))
+    for verdicts in table:
+        found = next((i for i in left if verdicts[i]), None)
+        if found is None:
+            return _any([verdicts[i] for i in left])
+        left.remove(found)
     return True
 
 
@@ -787,28 +898,25 @@ COMPARE = {"number": _same_number, "list": _unordered,
 
 @lru_cache(4096)
 def _parse(text):
-    r"""Returns math-verify's parse of `text`: a list with the sympy object first; [] if it can't be parsed.
-
-    math-verify would search the text for a part between $ signs, and read only that part: `7 $5$` as 5. So
-    this function puts the whole text into \boxed{}, and returns [] for a text with such delimiters inside.
-    """
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
+    """Returns the sympy object that math-verify's parser reads in the whole of `text`; None if it can't."""
+    from latex2sympy2_extended import latex2sympy
+    from math_verify.grader import should_treat_as_complex
     from sympy import Basic, I
 
-    if INNER_DELIMITER.search(text) or '"' in text:
-        return []
+    if MISREAD.search(text):
+        return None
     text = re.sub(r"(?<![A-Za-z\\])i(?=\d)", "i*", text)
-    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # math-verify reads 2(3) as 2+3
-    # With units=True, math-verify would read the t of `2t` as a unit and drop it.
-    normal = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all")
-    config = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
-    found = parse(rf"\boxed{{{text}}}", [config], parsing_timeout=None)  # the worker has its own deadline
-    # math-verify reads i as a variable. This code replaces the variable by sympy's imaginary unit I.
-    if found and isinstance(found[0], Basic):
-        names = {s.name: s for s in found[0].free_symbols}
+    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
+    # math_verify.parse would grade a part of a text that it can't read: \frac34 in 5@\frac34.
+    try:
+        found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None)
+    except Exception:
+        return None
+    # The parser reads i as a variable. This code replaces the variable by sympy's imaginary unit I.
+    if isinstance(found, Basic):
+        names = {s.name: s for s in found.free_symbols}
         if "i" in names and "j" not in names:  # if j is there too, i and j are unit vectors
-            found[0] = found[0].xreplace({names["i"]: I})
+            found = found.xreplace({names["i"]: I})
     return found
 
 
@@ -818,12 +926,12 @@ def math_equal(answer: str, gold: str) -> bool:
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
-    if not right:
+    if right is None:
         raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
-    if not left:
+    if left is None:
         return False
     try:
-        if (close := _close(left[0], right[0])) is not None:
+        if (close := _close(left, right)) is not None:
             return close
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong

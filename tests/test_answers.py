@@ -25,9 +25,9 @@ FORMATS = [
     (r"so $\boxed{42}$.", dict(boxed="42", last_number="42")),
     (r"The final answer is $\boxed{42}$.", dict(boxed="42", dapo="42", last_number="42")),
     (r"\[ \boxed{\frac{1}{2}} \]", dict(boxed=r"\frac{1}{2}", last_number="2")),
-    (r"\boxed{41}, \boxed{42}", dict(boxed="41, 42", last_number="42")),
-    (r"$\boxed{41}$ and $\boxed{42}$", dict(boxed="41, 42", last_number="42")),
-    (r"\boxed{41}\boxed{42}", dict(boxed="41, 42", last_number="42")),
+    (r"\boxed{41}, \boxed{42}", dict(boxed="41; 42", last_number="42")),
+    (r"$\boxed{41}$ and $\boxed{42}$", dict(boxed="41; 42", last_number="42")),
+    (r"\boxed{41}\boxed{42}", dict(boxed="41; 42", last_number="42")),
     (r"first \boxed{41}. After a check it is \boxed{42}", dict(boxed="42", last_number="42")),
     (r"\boxed 5", dict(boxed="5", last_number="5")),
     (r"\boxed5", dict(boxed="5")),
@@ -59,6 +59,10 @@ FORMATS = [
     ("A cat has the answer", {}),
     ("-3.5 or 1,234.5", dict(last_number="1,234.5")),
     ("x = -3/4", dict(last_number="-3/4")),
+    ("x = −５\u200b", dict(last_number="-5")),
+    ("Answer: Q", dict(dapo="Q", letter="Q")),
+    (r"$\boxed{2} \quad \text{or} \quad \boxed{5}$", dict(boxed="2; 5", last_number="5")),
+    (r"\(\boxed{2}\) and \(\boxed{5}\)", dict(boxed="2; 5", last_number="5")),
 ]
 
 
@@ -168,14 +172,12 @@ x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
 \text{ellipse} ~ an ellipse ~ the ellipse ~ \text{an ellipse}
 \text{no solution} ~ no solutions
 \emptyset ~ \text{empty set} ~ the empty set
-1\frac45 ~ 1+\frac45
 \text{July }4 ~ July 4th
 x^2+2x+1 ~ (x+1)^2
 1000000 ~ 1,000,000
 0.5 ~ \frac{1}{2} ~ \frac12 ~ \tfrac{1}{2} ~ \dfrac{3}{6} ~ 1/2 ~ 50\%
 0.333333 ~ 1/3
 1.5 ~ 1\frac12
-1024 ~ 2^{10}
 10^{-7} ~ 0.0000001
 10 ~ 10\text{ cm} ~ \$10
 90 ~ 90^\circ
@@ -184,7 +186,7 @@ x^2+2x+1 ~ (x+1)^2
 """.strip().splitlines()]
 
 WRONG = [line.split(" ~ ") for line in r"""
-\frac{14}{3} ~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3}
+\frac{14}{3} ~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3} ~ 4+\frac23
 4\frac{2}{3} ~ \frac{8}{3} ~ 42/3
 47 ~ 46 1 ~ 46+1
 31 ~ 1\,030
@@ -207,7 +209,6 @@ WRONG = [line.split(" ~ ") for line in r"""
 ABC ~ CBA ~ AB ~ A, B, C
 (34) ~ (3,4)
 (3,4) ~ (34)
-D) ~ D
 D ~ D)
 5\text{ or }7 ~ 5
 x ~ X ~ x' ~ 2x
@@ -217,7 +218,7 @@ C ~ c ~ B ~ CC
 \text{isosceles} ~ isoscele ~ not isosceles
 5\% ~ 5 ~ 0.5
 5 ~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5
-5 ~ 5\text{ or }7 ~ 7 $5$ ~ \text{final answer is } $5$ ~ 7} \boxed{5
+5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
 \frac73 ~ 2(\frac13) ~ (2)(\frac13)
 101_2 ~ 101 ~ 5
 101 ~ 101_2
@@ -289,6 +290,63 @@ def test_rewritten_right_answers_are_right(gold, answer):
 @pytest.mark.parametrize(("gold", "answer"), [(row[0], answer) for row in WRONG for answer in row[1:]])
 def test_near_misses_are_wrong(gold, answer):
     assert not grade(answer, gold)
+
+
+# Lines as in RIGHT and WRONG: what the first answer of the line equals, before " ~~ ", and what it doesn't equal.
+GOLDS = [[part.split(" ~ ") for part in line.split(" ~~ ")] for line in r"""
+1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665
+42 ~ 4.2\cdot10^1 ~~ 84/2 ~ \frac{84}{2} ~ 84:2 ~ 84\div 2 ~ \left(\frac{84}{2}\right) ~ \frac{84}{2}\text{ cm}
+\frac38 ~ 6/16 ~ 37.5\% ~~ \frac12\cdot\frac34 ~ \frac{\frac34}{2} ~ \frac{1+2}{8}
+1024 ~ 1.024\cdot10^3 ~~ 2^{10} ~ 32^2
+2^{10} ~ 1024 ~ 4^5 ~~ 2^9 ~ 20
+1000000 ~ 10^6 ~~ 1000^2
+120 ~ 120. ~~ 5! ~ \binom{10}{3} ~ C_{10}^{3}
+\binom{10}{3} ~ 120 ~ C_{10}^{3} ~~ \binom{9}{3}
+\frac{\sqrt3}{2} ~ \sqrt{\frac34} ~~ \sin60^\circ ~ \cos\frac{\pi}{6}
+\frac{\pi}{4} ~ 0.25\pi ~~ \arctan1 ~ \int_0^1\frac{1}{1+x^2}dx ~ \lim_{x\to0}\frac{\pi}{4}
+(2,50) ~ (2.0,50) ~~ (\frac42,50) ~ (2,5\cdot10)
+\frac34 ~ 0.75 ~~ 5\lor7\lor\frac34 ~ 3@\frac34 ~ 3\&\frac34 ~ 1\mid\frac34
+x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12 ~ x=\frac34
+\{1\}\cup\{3\} ~ 1\text{ or }3 ~ \{1,3\} ~~ 1 ~ \{3\}
+[3,\infty)\cup\{0\} ~ x=0\lor x\ge3 ~~ x\ge3 ~ x\ge0
+2 ~ 2 cases ~~ 2 thirds ~ 2 tenths ~ 2 score ~ 2 gross ~ 2 lakh ~ 2 reciprocal ~ 2 squared
+3\pi ~ 3\pi\text{ cm} ~~ 3\pi\text{ thousand}
+101 ~ 101 cars ~~ 101 in binary ~ 101 base two
+42\% ~ 42 per cent ~ 0.42 ~~ 42 ~ 42 permille
+-5 ~ −5 ~ -５ ~ -5\u200b ~~ 5 ~ ５
+3\log 2 ~ \log 8 ~~ \log 6
+\lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
+p=5,q=2 ~ (5,2) ~ q=2, p=5 ~~ (2,5) ~ p=2,q=5
+x_{1}=-1,\quad x_{2}=4 ~ -1, 4 ~ x=4\text{ or }x=-1 ~ x_1=4, x_2=-1 ~~ -1 ~ x_1=1, x_2=4
+AB:CD=3:2 ~ 3:2 ~ 1.5 ~~ 2:3 ~ CD:AB=3:2
+\frac{AM}{MC}=\frac13 ~ \frac13 ~ AM:MC=1:3 ~~ 3 ~ \frac{MC}{AM}=\frac13
+x=y=2 ~ (2,2) ~ x=2,y=2 ~~ x=y=3 ~ 2,3
+x=1,y=2;x=3,y=4 ~ (1,2),(3,4) ~ (x,y)=(3,4)\text{ or }(1,2) ~~ (1,4),(3,2) ~ 1,2,3,4 ~ (1,2)
+(1;2) ~ (1,2) ~~ (2,1)
+\frac32\text{ or }1.5 ~ 1.5 ~ \frac32 ~~ 3 ~ \frac32,2
+x_1=x_2=3 ~ 3 ~ x=3 ~~ 6 ~ 3,4
+1\le|z|\le3 ~ |z|\in[1,3] ~~ |z|\le3 ~ 1\le z\le3
+m>-1\text{ and }m\ne2 ~ (-1,2)\cup(2,\infty) ~~ m>-1 ~ m\ne2
+S=\frac12\cdot3\cdot4=6 ~ 6 ~ S=6 ~~ 12 ~ \frac12\cdot3\cdot4
+\frac12+\frac13=\frac56 ~ \frac56 ~~ \frac25 ~ \frac12+\frac13
+The smallest such number is $12$. ~ 12 ~~ 21
+x=3\text{ is the only solution} ~ 3 ~~ -3
+n=3k+1(k\in\mathbb{N}) ~ 3k+1 ~~ 3k-1
+$(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
+""".replace("\\u200b", "\u200b").strip().splitlines()]
+
+
+@pytest.mark.parametrize("line", GOLDS, ids=lambda line: line[0][0])
+def test_golds_of_competitions(line):
+    (gold, *right), wrong = line
+    assert [answer for answer in right if not grade(answer, gold)] == []
+    assert [answer for answer in wrong if grade(answer, gold)] == []
+
+
+@pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
+def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
+    with pytest.raises(ValueError, match="cannot be parsed"):
+        grade("z+1", gold)
 
 
 @pytest.mark.parametrize("line", RIGHT, ids=lambda line: line[0])
