@@ -182,22 +182,28 @@ CHARACTERS = PLAIN | str.maketrans({
     **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
     "°": r"^\circ ", "ℝ": r"\mathbb{R}", '"': "", "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
 })
+
+
+def _pairs(text):
+    r"""Returns a dict of the words of `text`: key value key value. A space ends a value such as \le."""
+    words = text.split()
+    return {key: value + " " * value[-1].isalpha() for key, value in zip(words[::2], words[1::2], strict=True)}
+
+
 STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
     boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
     checkmark"""
-COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(
-    quad=" ", qquad=" ", lor=";", vee=";", land=";", wedge=";", lvert="|", rvert="|", vert="|",
-    lg=r"\log_{10} ", dfrac=r"\frac", tfrac=r"\frac", cfrac=r"\frac", leq=r"\le ", leqslant=r"\le ",
-    geq=r"\ge ", geqslant=r"\ge ", neq=r"\ne ", lt="<", gt=">", bar=r"\overline", dot=r"\overline",
-    lbrace=r"\{", rbrace=r"\}", mid="|", colon=":", div="/", times="*", cdot="*", degree=r"^\circ ",
-    varnothing=r"\emptyset ", langle="(", rangle=")", backslash=r"\setminus ", bigcup=r"\cup ",
-    Omega='"ohms"', over=r"\infix frac ", choose=r"\infix binom ", mod=r"\pmod ",
-    bmod=r"\pmod ")
-SYMBOLS = {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "**": "^", "%": r"\%", r"\!": "", r"\left.": "", r"\right.": "", "{:}": ":",
-           **dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ")}
-FUNCTIONS = "sin cos tan cot sec csc ln log exp sqrt pi infty theta alpha beta"
-WORDS = {"or": ";", "and": ";", "to": ":", "percent": r"\%", "percentage": r"\%", "infinity": r"\infty ",
-         "inf": r"\infty ", "mod": r"\pmod ", **{name: rf"\{name} " for name in FUNCTIONS.split()}}
+# (command, replacement), (command, replacement), ...
+COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(quad=" ", qquad=" ") | _pairs(r"""
+    lor ; vee ; land ; wedge ; lvert | rvert | vert | mid | lt < gt > lbrace \{ rbrace \} langle ( rangle )
+    colon : div / times * cdot * dfrac \frac tfrac \frac cfrac \frac leq \le leqslant \le geq \ge geqslant \ge
+    neq \ne bar \overline dot \overline degree ^\circ varnothing \emptyset backslash \setminus bigcup \cup
+    Omega "ohms" over \infix_frac choose \infix_binom mod \pmod bmod \pmod lg \log_{10}""")
+SYMBOLS = dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ") | dict.fromkeys([r"\!", r"\left.", r"\right."], "") | _pairs(
+    r"<= \le >= \ge != \ne ** ^ % \% {:} :")
+WORDS = _pairs(r"""or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
+    tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty theta \theta
+    alpha \alpha beta \beta""")
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
@@ -237,7 +243,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r",{2,}", ","),
     (r"\\(frac|overline|sqrt(?:\[\w\])?) ?(\w)", r"\\\1{\2}"),
     (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
-    (r"\{([^{}]*)\\infix (frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
+    (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"\\log_(\d)(?=\d)", r"\\log_{\1}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
@@ -349,15 +355,15 @@ NO_UNIT = set("""not no or on if is are was be it more less fewer than then wron
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
     quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth permille
-    mille base binary octal decimal hex hexadecimal one two three four five six seven eight nine ten
+    mille base binary octal decimal hex hexadecimal ten
     score gross lakh crore""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
-    r"([+-]?)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
+    r"([+-]?)(?=\.?\d|\.\\)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
     r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
-FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) ?)?\\frac\{([+-]?\d{1,40})\}\{([+-]?\d{1,40})\}|"
-                      r"([+-]?)(?:(\d{1,40}) )?(\d{1,40})/(\d{1,40})", re.ASCII)
+FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})/([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
@@ -442,25 +448,19 @@ def _read_list(text, depth):
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
     elif DECIMAL.fullmatch(text) or not all(parts):
         return None
-    elif "," in found and len({_name(read(group, depth)) for group in groups} - {None}) == 1 < len(groups):
+    elif "," in found and _one_name(groups, depth):
         parts = groups  # x=1, y=2; x=3, y=4
-    elements = []
-    for part in parts:
-        element = read(part, depth)
-        # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-        elements += _several(element)
+    # A part such as 1\pm2 gives two elements. A part that is a set is one element.
+    elements = [e for part in parts for e in _several(read(part, depth))]
     kinds = {e.kind for e in elements}
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
         return _read_bounds(text, elements)
-    names = [_name(e) for e in elements]
-    if None in names:
+    if kinds != {"named"}:
         return Reading("list", text, elements)
-    values = [e.parts[1] for e in elements]
-    if len({INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
-        one = names[0] if len(set(names)) == 1 else INDEX.sub("", names[0])
-        return Reading("named", text, (one, Reading("list", text, [v for value in values for v in _several(value)])))
+    names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
+    if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
+        return Reading("named", text, (bare.pop(), Reading("list", text, [v for r in values for v in _several(r)])))
     if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-        names, values = zip(*sorted(zip(names, values, strict=True), key=lambda p: p[0]), strict=True)
         return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
 
@@ -470,8 +470,9 @@ def _several(reading):
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
 
 
-def _name(reading):
-    return reading.parts[0] if reading.kind == "named" else None
+def _one_name(groups, depth):
+    readings = [read(group, depth) for group in groups]
+    return len(groups) > 1 == len({r.parts[0] for r in readings if r.kind == "named"})
 
 
 def _read_bounds(text, elements):
@@ -539,7 +540,7 @@ def _below(a, b):
 
 REALS = [("()", [Reading("expression", r"-\infty"), Reading("expression", r"\infty")])]
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
-EDGES = {"<": "()", ">": "()", r"\ne": "()", r"\le": "[]", r"\ge": "[]"}
+EDGES = {"<": "()", r"\le": "[]"}
 
 
 def _read_inequality(text, depth):
@@ -550,18 +551,17 @@ def _read_inequality(text, depth):
         return None
     if NAME.fullmatch(parts[-1]) or signs[0] in (">", r"\ge") and len(parts) == 3:
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
-    name = parts[-2] if len(parts) == 3 else parts[0]
-    upper = len(parts) == 3 and set(signs) <= {"<", r"\le"}
-    if not NAME.fullmatch(name) or not all(parts) or len(parts) > 2 and not upper:
+    if signs == [r"\ne"] and NAME.fullmatch(parts[0]):
+        return Reading("intervals", text, (parts[0], _without(REALS, [read(parts[1], depth)])))
+    if len(parts) == 2 and signs[0] in EDGES:  # x<2 is -\infty<x<2
+        parts, signs = [r"-\infty", *parts], ["<", *signs]
+    elif len(parts) == 2:  # x>2 is 2<x<\infty
+        parts, signs = [parts[1], parts[0], r"\infty"], [FLIPPED[signs[0]], "<"]
+    if len(parts) > 3 or not NAME.fullmatch(parts[1]) or not all(parts) or not EDGES.keys() >= set(signs):
         return Reading("relation", text)
-    low, end, high = read(r"-\infty"), read(parts[-1], depth), read(r"\infty")
-    left, right = EDGES[signs[0]][0], EDGES[signs[-1]][1]
-    if upper:
-        pieces = [(left + right, [read(parts[0], depth), end])]
-    else:
-        pieces = [("(" + right, [low, end])] if signs[0] in ("<", r"\le", r"\ne") else []
-        pieces += [(left + ")", [end, high])] if signs[0] in (">", r"\ge", r"\ne") else []
-    return Reading("intervals", text, (name, pieces))
+    low, name, high = parts
+    kind = EDGES[signs[0]][0] + EDGES[signs[1]][1]
+    return Reading("intervals", text, (name, [(kind, [read(low, depth), read(high, depth)])]))
 
 
 def _pieces(reading):
@@ -632,10 +632,7 @@ def _read_text(text, depth):
         return Reading("text", text, PLURAL.sub(r"\1", ARTICLE.sub("", words)))
     inside, names = read(number, depth), _unit(unit)
     if names and names[0] in MULTIPLIERS:
-        if inside.kind != "number":
-            return Reading("expression", text)
-        value = inside.parts.value * MULTIPLIERS[names[0]]
-        inside, names = Reading("number", f"{value}", Number(value, None)), names[1:]
+        inside, names = _product(read(f"{MULTIPLIERS[names[0]]}"), inside), names[1:]
     return Reading("quantity", text, (inside, names)) if names else inside
 
 
@@ -671,26 +668,20 @@ def _number(text):
     or without a percent sign. None for any other text."""
     percent = text.endswith(r"\%")
     text = text.removesuffix(r"\%").rstrip()
-    if text.startswith("10^"):
-        text = "1*" + text
-    if match := DECIMAL.fullmatch(text):
-        sign, whole, places, repeated, power = match.groups()
-        places = places or ""
-        if not (whole or places or repeated):
-            return None
-        value = Fraction((whole or "0").replace(",", "") + "." + places + "0")
+    if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
+        sign, whole, places, repeated, power = match.groups("")
+        shift = int(power or 0) - 2 * percent
+        value = Fraction(f"0{whole.replace(',', '')}.{places}0")
         if repeated:
             value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
-        shift = int(power or 0) - 2 * percent
-        rounded = None if repeated or not places else max(len(places) - shift, 0)
-        return Number(value * Fraction(10) ** shift * (-1 if sign == "-" else 1), rounded)
-    if not (match := FRACTION.fullmatch(text)):
+        rounded = max(len(places) - shift, 0) if places and not repeated else None
+        return Number(value * Fraction(10) ** shift * int(sign + "1"), rounded)
+    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text))):
         return None
-    sign, whole, top, bottom = match.groups()[:4] if match[3] else match.groups()[4:]
-    if int(bottom) == 0 or (not 0 <= int(top) < int(bottom) if whole else int(top) % int(bottom) == 0):
+    sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
+    if bottom == 0 or (not 0 <= top < bottom if match[2] else top % bottom == 0):
         return None
-    value = int(whole or 0) + Fraction(int(top), int(bottom))
-    return Number(value / (100 if percent else 1) * (-1 if sign == "-" else 1), None)
+    return Number((whole + Fraction(top, bottom)) / (100 if percent else 1) * int(sign + "1"), None)
 
 
 # --- equality
