@@ -18,8 +18,10 @@ Equality is decided in three steps:
 What counts as equal:
 
 - Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
-  the gold answer is a plain number, an unfinished calculation (`3+4`, `\binom{5}{2}`; see OPERATIONS) is wrong.
-  Otherwise a policy could earn the reward by repeating the problem.
+  the gold answer is a plain number, an unfinished calculation (`3+4`, `84/2`, `2^{10}`) is wrong. Otherwise a
+  policy could earn the reward by repeating the problem. OPERATIONS has the rules.
+- A text is read as a whole or not at all. `3@\frac{1}{2}` is not read, so as an answer it is wrong, and as a
+  gold answer it raises an error.
 - Two decimals with the same number of decimal places must be equal. A decimal and any other number may differ
   by at most one part in a million, and by less than one unit of the decimal's last place.
 - If both sides have a unit, the units must be the same. Units are not converted. A percent is a hundredth:
@@ -27,8 +29,9 @@ What counts as equal:
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
   `(1,2)` may be a point or an interval. An inequality in one variable is an interval.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
-- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`. `6=7` is an
-  equation, not the number 7.
+- A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
+- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`. The roots `x_1=2,
+  x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`. `3+4=7` equals 7, but `6=7` does not.
 """
 
 import re
@@ -187,22 +190,24 @@ CHARACTERS = PLAIN | str.maketrans({
 def _pairs(text):
     r"""Returns a dict of the words of `text`: key value key value. A space ends a value such as \le."""
     words = text.split()
-    return {key: value + " " * value[-1].isalpha() for key, value in zip(words[::2], words[1::2], strict=True)}
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return {key: value + " " * value[-1].isalpha() for key, value in pairs}
 
 
 STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
     boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
     checkmark"""
-# (command, replacement), (command, replacement), ...
+# Each command and what replaces it.
 COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(quad=" ", qquad=" ") | _pairs(r"""
     lor ; vee ; land ; wedge ; lvert | rvert | vert | mid | lt < gt > lbrace \{ rbrace \} langle ( rangle )
     colon : div / times * cdot * dfrac \frac tfrac \frac cfrac \frac leq \le leqslant \le geq \ge geqslant \ge
     neq \ne bar \overline dot \overline degree ^\circ varnothing \emptyset backslash \setminus bigcup \cup
     Omega "ohms" over \infix_frac choose \infix_binom mod \pmod bmod \pmod lg \log_{10}""")
-SYMBOLS = dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " ") | dict.fromkeys([r"\!", r"\left.", r"\right."], "") | _pairs(
-    r"<= \le >= \ge != \ne ** ^ % \% {:} :")
-WORDS = _pairs(r"""or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
-    tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty theta \theta
+SYMBOLS = {**dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " "),
+           **dict.fromkeys([r"\!", r"\left.", r"\right."], ""),
+           **_pairs(r"<= \le >= \ge != \ne ** ^ % \% {:} :")}
+WORDS = _pairs(r"""or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin
+    cos \cos tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty theta \theta
     alpha \alpha beta \beta""")
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
@@ -354,8 +359,8 @@ MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
-    quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth permille
-    mille base binary octal decimal hex hexadecimal ten
+    quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth
+    permille     mille base binary octal decimal hex hexadecimal ten
     score gross lakh crore""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
@@ -369,12 +374,13 @@ DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fo
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
 # Matches the left side of `=` if it only names the answer: x in x=5.
 ONE_NAME = r"""(?:
-    (?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # x, m\angle, a word
+    (?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # m\angle, x, "a"
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([\w,]*\))?                          # ABC, a_{1}, f'(x)
   | \|[a-z]\| | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)  # |z|, |AB|, [ABC], (r,\theta)
 )"""
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
-NAME_FRACTION = re.compile(rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
+NAME_FRACTION = re.compile(
+    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
 VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?")
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
@@ -459,7 +465,8 @@ def _read_list(text, depth):
         return Reading("list", text, elements)
     names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
     if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
-        return Reading("named", text, (bare.pop(), Reading("list", text, [v for r in values for v in _several(r)])))
+        elements = [e for value in values for e in _several(value)]
+        return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
     if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
         return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
@@ -686,22 +693,21 @@ def _number(text):
 
 # --- equality
 
-# An answer must be worked out as far as the gold answer. This table says how far:
+# An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
+# repeating the problem. This table says how far:
 #
 #     operation                  in an answer it is
 #     sign, decimal point, %     part of a value
-#     power of ten               part of a value: 3\cdot10^4 and 10^6 are ways to write a number
-#     fraction of two integers   a value in any terms: 6/8. But 84/2 is a quotient to work out
+#     power of ten               part of a value, because 3\cdot10^4 and 10^6 are ways to write a number
+#     fraction of two integers   a value in any terms: 6/8. But 84/2 is a quotient that is not worked out
 #     whole and fraction         a value: 4\frac23. But 4+\frac23 is a sum
-#     + - * / and other powers   free, unless the gold answer is a plain value: 2x+6 may be 2(x+3), but 2^{10} is
-#                                not worked out where the gold answer is 1024
-#     the rest: OPERATIONS       right only if the gold answer has an operation of the same line: a gold answer
-#                                11\sqrt2 may be \sqrt{242}, but \frac{\sqrt3}{2} may not be \sin60^\circ. If
-#                                the gold answer has a variable, this holds only for the first line, because
-#                                n(n-1)/2 may be \binom{n}{2}, and x^{-1/2} may be 1/\sqrt{x}
+#     + - * / and other powers   free, because 2x+6 may be 2(x+3). But if the gold answer is a plain value,
+#                                the operation is not worked out: 2^{10} for 1024
+#     one of OPERATIONS          right only if the gold answer has an operation of the same line: 11\sqrt2 may
+#                                be \sqrt{242}, but \frac{\sqrt3}{2} may not be \sin60^\circ
 #
-# So a policy can't earn the reward by repeating the problem. `_number` reads plain values, and no other answer
-# equals a plain value.
+# If the gold answer has a variable, only the first line of OPERATIONS counts: n(n-1)/2 may be \binom{n}{2},
+# and x^{-1/2} may be 1/\sqrt{x}. `_number` reads plain values. Nothing else equals a plain value.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{d",
     r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots; a power may be one
@@ -800,8 +806,8 @@ def _same_expression(answer, gold, prove):
     # The symbols differ only in case, such as x and X: the answer is wrong.
     if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:
         return False
-    variables = any(len(s) == 1 and s not in "ei" for s in needed)
-    if any(op.search(answer.text) and not op.search(gold.text) for op in OPERATIONS[:1 if variables else None]):
+    variable = any(len(s) == 1 and s not in "ei" for s in needed)
+    if any(o.search(answer.text) and not o.search(gold.text) for o in OPERATIONS[:1 if variable else None]):
         return False
     return prove(answer.text, gold.text)
 
@@ -865,8 +871,8 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If their numbers of
-    parts differ, a part may be repeated: `1, 1` equals `1`."""
+    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If one has more
+    parts than the other, a part may be repeated: `1, 1` equals `1`."""
     table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
         return bool(table) and _all([*map(_any, table), *map(_any, zip(*table, strict=True))])

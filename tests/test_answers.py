@@ -292,10 +292,10 @@ def test_near_misses_are_wrong(gold, answer):
     assert not grade(answer, gold)
 
 
-# Lines as in RIGHT and WRONG: what the first answer of the line equals, before " ~~ ", and what it doesn't equal.
+# gold ~ right ~ right ~~ wrong ~ wrong
 GOLDS = [[part.split(" ~ ") for part in line.split(" ~~ ")] for line in r"""
 1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665
-42 ~ 4.2\cdot10^1 ~~ 84/2 ~ \frac{84}{2} ~ 84:2 ~ 84\div 2 ~ \left(\frac{84}{2}\right) ~ \frac{84}{2}\text{ cm}
+42 ~ 4.2\cdot10^1 ~~ 84/2 ~ \frac{84}{2} ~ 84:2 ~ 84\div 2 ~ (\frac{84}{2}) ~ \frac{84}{2}\text{ cm}
 \frac38 ~ 6/16 ~ 37.5\% ~~ \frac12\cdot\frac34 ~ \frac{\frac34}{2} ~ \frac{1+2}{8}
 1024 ~ 1.024\cdot10^3 ~~ 2^{10} ~ 32^2
 2^{10} ~ 1024 ~ 4^5 ~~ 2^9 ~ 20
