@@ -206,9 +206,10 @@ COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(quad=" ", qquad=" ") | _pair
 SYMBOLS = {**dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " "),
            **dict.fromkeys([r"\!", r"\left.", r"\right."], ""),
            **_pairs(r"<= \le >= \ge != \ne ** ^ % \% {:} :")}
-WORDS = _pairs(r"""or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin
-    cos \cos tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty theta \theta
-    alpha \alpha beta \beta""")
+WORDS = _pairs(r"""
+    or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
+    tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty
+    theta \theta alpha \alpha beta \beta""")
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
