@@ -24,6 +24,7 @@ never saved. An export overwrites only an earlier export, which has the marker f
 
 import fnmatch
 import glob
+import hashlib
 import json
 import os
 import re
@@ -49,13 +50,22 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
-from configs import Config, Say, UserError, changed, require, user_errors
-from data import Sample, chat_template, prompt_form
+from configs import ROOT, Config, Say, UserError, changed, differences, require, user_errors
+from data import Sample, chat_template, fix_date, prompt_form
+from engine import eos_ids
 from log import read_metrics
-from model import Critic, Policy, load_config, load_tokenizer
+from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+CODE = "", "engines", "grading", "guard", "tools"  # folders with the .py files of the program
+
+
+def _code_hash():
+    files = sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "code": _code_hash()}
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 # policy, critic or ref -> the model and its optimizer; the ref has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
@@ -437,26 +447,57 @@ def read_state(folder: Path) -> Facts:
     return json.loads((folder / "state.json").read_text())
 
 
-def resume(path: Path, models: Models, facts: Facts) -> int:
-    """Fill models and optimizers from the checkpoint `path`. Returns the checkpoint's number of finished
-    steps. The checkpoint's run may have had another number of ranks. `facts`: as in state.json, for this run.
+# Settings of a model's config.json that change no result.
+NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version", "id2label", "label2id")
 
-    Raises UserError if a file is damaged, if the checkpoint has more steps than --steps, or if the problems,
-    a reward file or a setting of the algorithm changed since the checkpoint."""
-    saved = read_state(path)
+
+def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
+    """Returns name -> value of everything that a run reads from a model folder, except weights and chat
+    template: the settings of config.json, a hash of the tokenizer, the ids of the end tokens. `who` is a part
+    of each name. A critic has only settings."""
+    config = load_config(path)
+    facts = json.loads(config.to_json_string(use_diff=False))
+    if who == "policy":
+        facts["tokenizer"] = tokenizer_hash(tokenizer)
+        facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
+    return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
+
+
+def read_facts(cfg: Config, tokenizer: Any) -> Facts:
+    """Returns name -> value of everything that a resumed run uses of its model folders. The folders may have
+    other paths.
+
+    A resumed run takes the weights of policy and critic from the checkpoint, so these weights may differ in
+    the folders. The reference's weights may not differ, unless they are in the checkpoint, too. Their
+    checksums cover every byte, so one changed weight is noticed. Reading takes 0.33 s a GB."""
+    facts = model_facts(cfg.model, tokenizer)
+    if cfg.algo == "ppo":
+        facts |= model_facts(cfg.critic_model or cfg.model, None, "critic")
+    if cfg.kl_coef and not cfg.keeps_ref:
+        facts["ref's weights"] = [crc32(file) for file in sorted(Path(cfg.model).glob("*.safetensors"))]
+    return facts
+
+
+def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
+    """Fill models and optimizers from the checkpoint `path`. Returns a line with the number of finished
+    steps. The line also says whether the code of torz or a package has changed since the checkpoint. The
+    checkpoint may come from a run with another number of ranks.
+
+    saved: the checkpoint's facts, from read_state.
+    facts: config and versions of this run, and `read`: hashes of the problems, reward files and models.
+
+    Raises UserError in two cases. 1. The checkpoint has more steps than this run's --steps. 2. A setting of
+    the algorithm, or something that the run reads, has changed since the checkpoint."""
     steps = facts["config"]["steps"]
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
             f"--steps {saved['step']} or more, or another --out")
-    changes = changed(saved["config"], facts["config"])
-    if saved["problems"] != facts["problems"]:
-        changes.append("other problems or another template")
-    changes += [f"reward file {file} was edited" for file, digest in saved["reward_files"].items()
-                if facts["reward_files"].get(file, digest) != digest]
+    changes = changed(saved["config"], facts["config"]) + differences(saved["read"], facts["read"])
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})",
-            "the flags, the data and the reward files of that run, or another --out")
+            "the flags, data, models and reward files of that run, or another --out")
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
-    return saved["step"]
+    edited = differences(saved["versions"], facts["versions"])
+    return "; ".join([f"resumed after {saved['step']} steps from {path}", *edited])
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
@@ -465,7 +506,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     this run and the hash of its tokenizer. Raises UserError if a file is damaged, or if the tokenizer or a
     model's shapes differ."""
     saved = read_state(path)
-    require(saved["tokenizer"] == facts["tokenizer"],
+    require(saved["read"]["policy's tokenizer"] == facts["read"]["policy's tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",
             f"--model {saved['config']['model']}, which that run started from")
     sizes, filled = dist.tensors_in(path), []
@@ -587,7 +628,7 @@ def critic_class(config: PreTrainedConfig) -> type:
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
     made in training. `facts`: content of state.json."""
-    names = "template", "system_prompt", "stop", "temperature"
+    names = "template", "system_prompt", "date", "stop", "temperature"
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
 
@@ -603,12 +644,19 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     saved = read_state(path)
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
     source = base or source_of(who, saved["config"])
+    tokenizer = load_tokenizer(base or saved["config"]["model"])
+    found = model_facts(source, tokenizer, "critic" if who == "critic" else "policy")
+    other = differences(saved["read"], found)
+    require(not other, f"{source} is not the model that the run started from ({'; '.join(other)})",
+            "--model with the folder of that model")
+    if saved["config"]["date"]:
+        fix_date(tokenizer, saved["config"]["date"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
     dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    export_hf(weights.items(), model, load_tokenizer(base or saved["config"]["model"]), source, out, facts)
+    export_hf(weights.items(), model, tokenizer, source, out, facts)
     print(f"{out}: the {who} after {saved['step']} steps")
 
 

@@ -116,6 +116,7 @@ class Config:
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
+    date: str = ""  # the day YYYY-MM-DD that a chat template prints; empty: the day of the run's first start
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
@@ -465,10 +466,11 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes, because they do not change the algorithm. data and template are
-# in the list because ckpt.resume compares the tokenized problems instead (data.fingerprint).
+# Settings that may change when a run resumes, because they do not change the algorithm. model, critic_model,
+# data and template are in the list because ckpt.resume compares what the run has read instead: the model
+# folders (ckpt.read_facts) and the tokenized problems (data.fingerprint).
 MAY_CHANGE = set("""
-    out resume data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
+    out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device dtype shard_ranks deterministic recompute offload pack_len selfcheck verbose go
@@ -487,8 +489,14 @@ def changed(old: dict, new: dict) -> list[str]:
     # a flag.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
+    return differences(old, {k: v for k, v in new.items() if k not in free})
+
+
+def differences(old: dict, new: dict) -> list[str]:
+    """Returns a text `key: old -> new` for each key that is in both dicts with different values. `old` was
+    read from JSON."""
     as_json = json.loads(json.dumps(new))
-    return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k not in free and k in old and old[k] != v]
+    return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
 
 # --- the command line

@@ -14,6 +14,7 @@ batch."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import itertools
 import json
@@ -288,6 +289,28 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
     return text
+
+
+def fix_date(tokenizer: Any, day: str) -> str:
+    """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date. Returns
+    `day`, or "" if the template does not print today's date. Raises UserError if `day` is no date.
+
+    transformers gives a template the function strftime_now. The new template has a macro of the same name
+    instead. So the prompts of an exported model also have the date of its training."""
+    own = tokenizer.chat_template and tokenizer.get_chat_template()
+    if not own or "strftime_now" not in own or "macro strftime_now" in own:
+        return ""
+    try:
+        date = datetime.date.fromisoformat(day)
+    except ValueError:
+        raise UserError(f"--date is {day}; needed: a day such as 2026-01-31") from None
+    texts = "".join(f"|replace('%{c}','{date.strftime('%' + c)}')" for c in DIRECTIVES)
+    tokenizer.chat_template = "".join(["{% macro strftime_now(format) %}{{ format", texts,
+                                       " }}{% endmacro %}{{ '' }}", own])
+    return day
+
+
+DIRECTIVES = (*"aAbBcdeHIjmMpSUwWxXyY", "-d", "-m")  # those of strftime
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:

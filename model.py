@@ -571,9 +571,12 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Returns a hash of a tokenizer's tokens and their ids."""
-    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:8]
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Returns a hash of a tokenizer. It covers the tokens and their ids, the merges, the special tokens and
+    the decoder. It does not cover the chat template, or the spaces in tokenizer.json."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    rules |= {"vocabulary": tokenizer.get_vocab(), "padding": None, "truncation": None}
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def load_policy(path: str, device: Device = "cpu",

@@ -100,10 +100,11 @@ from guard.start import (
     first_look,
     preflight,
     read_files,
+    with_date,
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values, vocabulary_hash
+from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values
 from rollout import (
     TRAIN,
     Sets,
@@ -284,7 +285,10 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
-    tokenizer, problems, held_out = dist.together(load_data, cfg, say)
+    saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
+    start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
+    cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
+    problems, held_out = dist.together(load_data, cfg, tokenizer, say)
     check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     planned = check_fit(cfg, world, epoch_len(problems), say)
@@ -294,13 +298,16 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     for name, part in held_out.items():
         check_gold(f"evaluation set {name}", part, grader, cfg, world, say, refuse=False)
     policy, critic, ref = load_models(cfg, world)
-    saved = [policy, critic, ref if cfg.keeps_ref else None]
-    models = {role.name: (role.model, role.optimizer) for role in saved if role}
-    facts = {"config": asdict(cfg), "problems": fingerprint(problems), "versions": ckpt.VERSIONS,
-             "reward_files": reward_files(cfg), "tokenizer": vocabulary_hash(tokenizer)}
-    start = ckpt.resume(found, models, facts) if found else 0
-    carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
-    taken = ckpt.start_from(origin, models, facts) if origin else ""
+    kept = [policy, critic, ref if cfg.keeps_ref else None]
+    models = {role.name: (role.model, role.optimizer) for role in kept if role}
+    read = {"problems or template": fingerprint(problems)} | reward_files(cfg)
+    facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read | ckpt.read_facts(cfg, tokenizer)}
+    taken, carried = "", []
+    if found:
+        taken = ckpt.resume(found, saved, models, facts)
+        carried = ckpt.read_carried(found)[world.rank::world.size]
+    elif origin:
+        taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
@@ -308,24 +315,21 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):
         log.say(line)
-    if found:
-        log.say(f"resumed after {start} steps from {found}")
     gc.freeze()  # without this, every garbage collection takes 0.2 s to scan the objects made so far
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
 
 
-def load_data(cfg: Config, say: Say) -> tuple[Any, list[Problem], Sets]:
-    """Returns the tokenizer, the problems of --data, and the evaluation sets of --eval_data. Raises UserError
-    if a file can't be read or does not fit the other flags."""
-    tokenizer = load_tokenizer(cfg.model)
+def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Sets]:
+    """Returns the problems of --data, and the evaluation sets of --eval_data. Raises UserError if a file
+    can't be read or does not fit the other flags."""
     check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     check_graders([problems, *held_out.values()], cfg)
     check_parts(problems, tokenizer, cfg)
     check_keep_best(cfg, list(held_out))
-    return tokenizer, problems, held_out
+    return problems, held_out
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:

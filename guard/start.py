@@ -19,6 +19,8 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, ROOT, Config, Say, UserError, gib, nearest, require
-from data import Problem, Sample, fingerprint
+from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require
+from data import Problem, Sample, fingerprint, fix_date
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
@@ -36,8 +38,6 @@ from rollout import Sets, accuracy, graders_of, reward_files, terms_of
 from tools import plan
 
 # --- the machines
-
-CODE = "", "engines", "grading", "guard", "tools"  # folders with the .py files of the program
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
@@ -148,6 +148,21 @@ def read_files(cfg: Config, problems: Sequence[Problem], held_out: Sets) -> dict
             | {path: folder_fingerprint(path) for path in (cfg.model, cfg.critic_model) if path})
 
 
+def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
+    """Returns the config with the date that the prompts contain, and fixes this date in the tokenizer's chat
+    template. The date is --date, or `earlier` (the date of the checkpoint), or today's date on rank 0. It is
+    "" if the chat template does not print today's date. All ranks must call this function together.
+
+    Raises UserError if --date is given and has no effect."""
+    today = dist.gather(str(date.today()))[0]
+    day = fix_date(tokenizer, cfg.date or earlier or today) if cfg.template == "chat" else ""
+    require(day != "" or not cfg.date, "--date has no effect: the prompts do not contain today's date",
+            "no --date")
+    if day:
+        say(f"the prompts contain a date: {day} during the whole run (--date)")
+    return replace(cfg, date=day)
+
+
 def checkpoint_id(path: Path | None) -> str:
     """Returns the name and a hash of a complete checkpoint, as text; "none" if `path` is None. The hash is
     needed because machines with separate disks may have different checkpoints at the same path."""
@@ -159,11 +174,8 @@ def checkpoint_id(path: Path | None) -> str:
 def program(cfg: Config) -> dict[str, str]:
     """Returns the facts for `check_same` about the program: the versions of the packages, and the hashes of
     the code, the config and the reward files."""
-    code = hashlib.sha256()
-    for file in sorted(path for folder in CODE for path in Path(ROOT, folder).glob("*.py")):
-        code.update(file.read_bytes())
-    return ckpt.VERSIONS | {"code": code.hexdigest()[:8],
-                            "config": hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]} | reward_files(cfg)
+    config = hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]
+    return ckpt.VERSIONS | {"config": config} | reward_files(cfg)
 
 
 def check_space(folder: Path, needed: float) -> None:

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 import dist
-from ckpt import VERSIONS
+from ckpt import VERSIONS, model_facts
 from configs import DATA_FILES, Config, Say, UserError, given_flags, meanings, parse, require, user_errors
 from data import fingerprint
-from engine import Engine, eos_ids
+from engine import Engine
 from grading.worker import Grader
-from guard.start import check_gold
+from guard.start import check_gold, with_date
 from guard.watch import watch
-from model import files_weights, folder_fingerprint, load_config, load_tokenizer, resolve, vocabulary_hash
+from model import files_weights, folder_fingerprint, load_tokenizer, resolve, tokenizer_hash
 from rollout import (
     Scores,
     Sets,
@@ -139,7 +139,7 @@ def _decimals(value):
 # --- the command line
 
 EVAL_FLAGS = tuple("""
-    template system_prompt extractor reward env max_turns seed out max_prompt_len max_response_len
+    template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # the flags that an evaluation uses
@@ -252,27 +252,17 @@ class Candidate:
     path: str  # the model's folder on the disk
     tokenizer: Any
     sets: Sets  # name of an evaluation set -> its problems
-    engine_key: tuple  # models with equal keys can use the same engine
+    engine_key: dict[str, Any]  # ckpt.model_facts; models with equal keys can use the same engine
 
 
 def load_candidate(cfg: Config, say: Say) -> Candidate:
     """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
+    cfg = with_date(cfg, tokenizer, "", say)
     sets = load_sets(cfg, tokenizer, say)
     check_graders(sets.values(), cfg)
-    return Candidate(cfg, path, tokenizer, sets, engine_key(path, tokenizer))
-
-
-def engine_key(path: str, tokenizer: Any) -> tuple:
-    """Returns what an engine needs to know of a model besides its weights: config, vocabulary and end tokens.
-    Models that differ only in their weights have the same key."""
-    config = load_config(path)
-    shape = config.to_dict()
-    for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
-        shape.pop(name, None)
-    as_text = json.dumps(shape, sort_keys=True, default=str)
-    return as_text, vocabulary_hash(tokenizer), sorted(eos_ids(path, tokenizer, config))
+    return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
@@ -285,7 +275,7 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
     if flags["engine"] == "vllm":  # `version_of` needs the package name, and vLLM's CPU build has another one
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
-            "tokenizer": vocabulary_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
+            "tokenizer": tokenizer_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
             "versions": VERSIONS | used}
 
 
