@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import hashlib
 import importlib.util
 import inspect
 import io
@@ -694,7 +695,12 @@ def read_jsonl(path: Path) -> list[Any]:
 GIB = 2**30
 
 
-# --- numbers as text
+# --- numbers and hashes as text
+
+
+def short_hash(data: bytes) -> str:
+    """Returns the first 8 hexadecimal digits of the SHA-256 of `data`."""
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def gib(n: float) -> str:

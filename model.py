@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, neighbour, require
+from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, neighbour, require, short_hash
 from data import Pack
 from dist import Device, Weights
 
@@ -574,9 +574,9 @@ def load_tokenizer(path: str) -> Any:
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of a tokenizer. It covers the tokens and their ids, the merges, the special tokens and
     the decoder. It does not cover the chat template, or the spaces in tokenizer.json."""
-    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
-    rules |= {"vocabulary": tokenizer.get_vocab(), "padding": None, "truncation": None}
-    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:8]
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    rules |= {"padding": None, "truncation": None}  # these are settings of the last call
+    return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 
 def load_policy(path: str, device: Device = "cpu",

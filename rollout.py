@@ -4,7 +4,6 @@
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
 """
 
-import hashlib
 import itertools
 import math
 import re
@@ -19,7 +18,7 @@ import torch
 
 import dist
 import grpo
-from configs import PRESETS, Config, Say, require
+from configs import PRESETS, Config, Say, require, short_hash
 from data import (
     Problem,
     Sample,
@@ -116,7 +115,7 @@ def reward_files(cfg: Config) -> dict[str, str]:
     no file."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+    return {str(file): short_hash(file.read_bytes()) if file.is_file() else ""
             for file in files}
 
 

@@ -302,12 +302,9 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
     read = {"problems or template": fingerprint(problems)} | reward_files(cfg)
     facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read | ckpt.read_facts(cfg, tokenizer)}
-    taken, carried = "", []
-    if found:
-        taken = ckpt.resume(found, saved, models, facts)
-        carried = ckpt.read_carried(found)[world.rank::world.size]
-    elif origin:
-        taken = ckpt.start_from(origin, models, facts)
+    carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
+    taken = ckpt.resume(found, saved, models, facts) if found else ""
+    taken = ckpt.start_from(origin, models, facts) if origin else taken
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder

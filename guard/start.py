@@ -10,7 +10,6 @@ In the order of a start:
     first_look      Do some of the first responses score above 0?"""
 
 import fnmatch
-import hashlib
 import json
 import os
 import random
@@ -28,7 +27,7 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require
+from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require, short_hash
 from data import Problem, Sample, fingerprint, fix_date
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
@@ -168,14 +167,13 @@ def checkpoint_id(path: Path | None) -> str:
     needed because machines with separate disks may have different checkpoints at the same path."""
     if path is None:
         return "none"
-    return f"{path.name} {hashlib.sha256((path / 'COMPLETE').read_bytes()).hexdigest()[:8]}"
+    return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
 
 
 def program(cfg: Config) -> dict[str, str]:
     """Returns the facts for `check_same` about the program: the versions of the packages, and the hashes of
     the code, the config and the reward files."""
-    config = hashlib.sha256(repr(cfg).encode()).hexdigest()[:8]
-    return ckpt.VERSIONS | {"config": config} | reward_files(cfg)
+    return ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())} | reward_files(cfg)
 
 
 def check_space(folder: Path, needed: float) -> None:
@@ -200,10 +198,10 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
     if cfg.algo != "ppo" or path in ("", cfg.model):
         return
     known, size = load_config(cfg.model).vocab_size, load_config(path).vocab_size
-    has_own = any(Path(path).glob("tokenizer*"))
-    ours, theirs = ({token: i for token, i in t.get_vocab().items() if i < known}
-                    for t in (tokenizer, load_tokenizer(path) if has_own else tokenizer))
-    require(ours == theirs and max(ours.values()) < size, f"--critic_model {path} has another vocabulary "
+    ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
+    theirs = load_tokenizer(path).get_vocab() if any(Path(path).glob("tokenizer*")) else ours
+    require(ours.items() <= theirs.items() and max(ours.values()) < size,
+            f"--critic_model {path} has another vocabulary "
             f"than --model {cfg.model}", "a --critic_model with the policy's tokenizer")
 
 

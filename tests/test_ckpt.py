@@ -547,8 +547,6 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         base, out=str(copy), model=reweighted, critic_model=reweighted))
     assert equal(found, restore(1, base, two_ranks[0])[0])
     assert re.search("resumed after 4 steps from .*; code: [0-9a-f]{8} -> edited\n", capfd.readouterr().out)
-    with pytest.raises(UserError, match="a setting is not the model .*rms_norm_eps"):
-        ckpt.main(["export", str(copy), "4", str(tmp_path / "hf"), "--model", other])
 
 
 DATED = "{% set d = strftime_now('%d %b %Y') %}[{{ d }}]{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -33,7 +33,7 @@ from engine import Engine
 from grading.worker import Grader
 from guard.start import check_gold, with_date
 from guard.watch import watch
-from model import files_weights, folder_fingerprint, load_tokenizer, resolve, tokenizer_hash
+from model import files_weights, folder_fingerprint, load_tokenizer, resolve
 from rollout import (
     Scores,
     Sets,
@@ -275,8 +275,8 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
     if flags["engine"] == "vllm":  # `version_of` needs the package name, and vLLM's CPU build has another one
         used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
-            "tokenizer": tokenizer_hash(c.tokenizer), "flags": flags, "reward_files": reward_files(c.cfg),
-            "versions": VERSIONS | used}
+            "tokenizer": c.engine_key["policy's tokenizer"], "flags": flags,
+            "reward_files": reward_files(c.cfg), "versions": VERSIONS | used}
 
 
 # --- the evaluation
