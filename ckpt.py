@@ -458,21 +458,6 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
-def read_facts(cfg: Config, tokenizer: Any) -> Facts:
-    """Returns name -> value of everything that a resumed run uses of its model folders. The folders may have
-    other paths.
-
-    A resumed run takes the weights of policy and critic from the checkpoint, so the folders' weights may
-    differ. The reference's weights may not differ, unless the checkpoint has them, too. Their checksums cover
-    every byte, so one changed weight is noticed. Reading takes 0.33 s a GB."""
-    facts = model_facts(cfg.model, tokenizer)
-    if cfg.algo == "ppo":
-        facts |= model_facts(cfg.critic_model or cfg.model, None, "critic")
-    if cfg.kl_coef and not cfg.keeps_ref:
-        facts["ref's weights"] = [crc32(file) for file in sorted(Path(cfg.model).glob("*.safetensors"))]
-    return facts
-
-
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line with the number of finished
     steps. The line also says whether the code of torz or a package has changed since the checkpoint. The

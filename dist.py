@@ -8,7 +8,6 @@ ranks does not change the result."""
 import contextlib
 import datetime
 import faulthandler
-import hashlib
 import os
 import pickle
 import secrets
@@ -31,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from configs import UserError, require
+from configs import UserError, require, short_hash
 
 T = TypeVar("T")
 Device = torch.device | str
@@ -117,7 +116,7 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         nonces = store.multi_get([f"torz/{size}/{r}" for r in range(size)])
-        ours = td.PrefixStore(hashlib.sha256(b"".join(nonces)).hexdigest(), store)
+        ours = td.PrefixStore(short_hash(b"".join(nonces)), store)
         ours.set(f"read/{rank}", "")
         if ours.check([f"read/{r}" for r in range(size)]):
             return ours

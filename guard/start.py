@@ -201,8 +201,8 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     theirs = load_tokenizer(path).get_vocab() if any(Path(path).glob("tokenizer*")) else ours
     require(ours.items() <= theirs.items() and max(ours.values()) < size,
-            f"--critic_model {path} has another vocabulary "
-            f"than --model {cfg.model}", "a --critic_model with the policy's tokenizer")
+            f"--critic_model {path} has another vocabulary than --model {cfg.model}",
+            "a --critic_model with the policy's tokenizer")
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
