@@ -469,7 +469,7 @@ CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most th
 
 # Settings that may change when a run resumes, because they do not change the algorithm. model, critic_model,
 # data and template are in the list because ckpt.resume compares what the run has read instead: the model
-# folders (train.read_facts) and the tokenized problems (data.fingerprint).
+# folders (guard/start.py: read_facts) and the tokenized problems (data.fingerprint).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit

@@ -575,7 +575,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of a tokenizer. It covers the tokens and their ids, the merges, the special tokens and
     the decoder. It does not cover the chat template, or the spaces in tokenizer.json."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    rules |= {"padding": None, "truncation": None}  # these are settings of the last call
+    rules = rules | {"padding": None, "truncation": None}  # settings of the last call
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 

@@ -74,7 +74,6 @@ from data import (
     assign,
     batch_at,
     epoch_len,
-    fingerprint,
     group_by_prompt,
     load_problems,
     numbers_at,
@@ -99,6 +98,7 @@ from guard.start import (
     checkpoint_id,
     first_look,
     preflight,
+    read_facts,
     read_files,
     with_date,
 )
@@ -114,7 +114,6 @@ from rollout import (
     make_grader,
     mean,
     part_names,
-    reward_files,
     rollout,
     sample_row,
     score_sets,
@@ -289,7 +288,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say)
-    check_same("reads", read_files(cfg, problems, held_out), "the same files on every machine")
+    read = read_facts(cfg, problems, tokenizer)
+    check_same("reads", read | read_files(cfg, held_out), "the same files on every machine")
     cfg = cfg.with_steps(epoch_len(problems))
     planned = check_fit(cfg, world, epoch_len(problems), say)
     grader = dist.together(make_grader, cfg)
@@ -300,7 +300,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read_facts(cfg, problems, tokenizer)}
+    facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     taken = ckpt.start_from(origin, models, facts) if origin else taken
@@ -314,21 +314,6 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     gc.freeze()  # without this, every garbage collection takes 0.2 s to scan the objects made so far
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
-
-
-def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> dict[str, Any]:
-    """Returns name -> value of everything that a resumed run must read again, possibly at other paths.
-
-    A resumed run takes the weights of policy and critic from the checkpoint, so the folders' weights may
-    differ. The reference's weights may not differ, unless the checkpoint has them, too. Their checksums cover
-    every byte, so one changed weight is noticed. Reading takes 0.33 s a GB."""
-    facts = {"problems or template": fingerprint(problems)} | reward_files(cfg)
-    facts |= ckpt.model_facts(cfg.model, tokenizer)
-    if cfg.algo == "ppo":
-        facts |= ckpt.model_facts(cfg.critic_model or cfg.model, None, "critic")
-    if cfg.kl_coef and not cfg.keeps_ref:
-        facts["ref's weights"] = [*map(ckpt.crc32, sorted(Path(cfg.model).glob("*.safetensors")))]
-    return facts
 
 
 def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Sets]:
