@@ -642,11 +642,11 @@ def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns the numbers of response tokens and of responses of the update, over all ranks. Both are at
-    least 1, because losses are divided by them. packs: this rank's packs of the update."""
+    """Returns the numbers of response tokens and of responses of the update, over all ranks. packs: this
+    rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     tokens, responses = dist.all_sum(here).tolist()
-    return max(tokens, 1), max(responses, 1)
+    return tokens, responses
 
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
@@ -657,6 +657,10 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
         with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
             for i, packs in enumerate(updates, n * len(updates)):
                 denominators, lr = counts(packs), cfg.lr(role.name, step, i)
+                if denominators[0] == 0:  # a step of AdamW would move the weights, by momentum and decay
+                    log.alarm(f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
+                              step)
+                    continue
                 meter.add(f"lr/{role.name}", lr, 1)
                 for p in packs:
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
