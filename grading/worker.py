@@ -58,6 +58,7 @@ MAX_REPLY = 200_000  # maximum number of characters of a text that an environmen
 CHUNK = 16  # maximum number of requests in a chunk; each chunk is one message to a worker and costs 0.2 ms
 LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
 MAX_TASKS = 250  # after this number of chunks a worker is replaced, because its sympy caches grow
+ENDED = 222  # exit status of a worker that has ended as planned, after MAX_TASKS chunks
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
 # The server runs this file as __main__. So it can remove the modules `grading` and `configs` from
 # sys.modules, and a user's file can import its own modules of these names.
@@ -252,6 +253,21 @@ def _warm():
             math_equal(*map(normalise, pair.split("=", 1)))
 
 
+class _Worker(get_context("fork").Process):
+    """A worker process. pebble ignores a worker that ended with status 0, and the request that it graded would
+    time out. A user's function may end the process with any status. So a planned end has the status ENDED,
+    which pebble sees as 0. pebble sees every other status as text, such as "0"."""
+
+    def run(self) -> None:
+        super().run()
+        sys.exit(ENDED)
+
+    @property
+    def exitcode(self) -> int | str:
+        status = super().exitcode
+        return 0 if status == ENDED else str(status)
+
+
 def _die():
     """Kill the server and its workers, which together are a process group."""
     os.killpg(os.getpid(), signal.SIGKILL)
@@ -281,15 +297,18 @@ def _dispatch(requests, replies, workers, deadline):
         except BrokenProcessPool:
             _die()
         except Exception as error:  # pebble raises it if the worker died or timed out
-            code = getattr(error, "exitcode", None)
-            late = isinstance(error, TimeoutError) or code == -signal.SIGPROF
-            message = None if late else f"WorkerDied: {error}, exit code {code}"
-            outcomes = [(0.0, "timeout" if late else "error", message)] if size == 1 else None
+            status = getattr(error, "exitcode", "?")
+            late = isinstance(error, TimeoutError) or status == str(-signal.SIGPROF)
+            message = f"WorkerDied: the process ended with status {status} while grading ({error})"
+            outcome = (0.0, "timeout", None) if late else (0.0, "error", message)
+            outcomes = [outcome] if size == 1 else None
             seconds = deadline
         with lock:  # pebble calls `done` from several threads
             os.write(replies, json.dumps([chunk, outcomes, seconds]).encode() + b"\n")
 
-    pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, context=get_context("fork"))
+    context = get_context("fork")
+    context.Process = _Worker
+    pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, context=context)
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
             chunk, of_chunk = json.loads(line)

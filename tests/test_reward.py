@@ -237,15 +237,17 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """An exception or exit fails only the current answer. An error text of several lines becomes one line,
-    because an alarm is one line."""
+    """An exception, an exit with any status or a crash fails only the current answer. An error text of several
+    lines becomes one line, because an alarm is one line."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
             if response == "raise":
                 raise LookupError("a\\n\\n  b\\u2028c")
-            if response == "exit":
-                os._exit(3)
+            if response.startswith("exit"):
+                os._exit(int(response[4:]))
+            if response.startswith("signal"):
+                os.kill(os.getpid(), int(response[6:]))
             if response == "hang":
                 time.sleep(60)
             if response == "leave":
@@ -254,7 +256,8 @@ def test_custom_reward(custom):
                 return eval(response[7:])
             return len(response) / 10 if (answer, kind) == ("gold", "essay") else -1
     """)
-    want = {"raise": "error", "exit": "error", "hang": "timeout", "leave": "error",
+    want = {"raise": "error", "exit 0": "error", "exit 3": "error", "exit 255": "error", "signal 9": "error",
+            "signal 11": "error", "hang": "timeout", "leave": "error",
             "return None": "error", "return 'x'": "error", "return True": "correct", "12345": "correct",
             "": "wrong", "return 3.4028234e38": "correct",  # the largest float32
             **{f"return {x}": "error" for x in ("1e39", "-1e39", "10**400", "float('inf')", "float('nan')")}}
@@ -274,6 +277,8 @@ def test_custom_reward(custom):
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert "LookupError: a b c" in grader.new_errors()
+    died = r"WorkerDied: the process ended with status (0|3|255|-9|-11) while grading \(Abnormal termination\)"
+    assert re.fullmatch(died, grader.errors["WorkerDied"])
     assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
                                   "OverflowError"}
 
