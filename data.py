@@ -99,6 +99,8 @@ class Sample:
     versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
     turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
     turn_start: int = 0  # index in `ids` where the last turn starts
+    text_start: int = 0  # index in `text` where the last turn starts
+    earlier: str = ""  # text of the policy's earlier turns, each with a line break after it
     env_reward: float | None = None  # replaces the grader's reward; None: the environment gave no reward
     advantage: float = 0.0  # GRPO's advantage. PPO computes an advantage per token later
     prompt_share: float = 0.0  # with --aggregation prompt: loss weight of each of the sample's tokens
@@ -116,6 +118,12 @@ class Sample:
     def is_sampled(self) -> np.ndarray:
         """Returns (L,) bool: true at the response tokens that the policy sampled."""
         return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
+
+    @property
+    def policy_text(self) -> str:
+        r"""Returns what graders read: the text of the policy's turns, without the environment's texts. A line
+        break separates two turns. So `\boxed{4` and `2}` in two turns are not the answer 42."""
+        return self.earlier + self.text[self.text_start:]
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -444,8 +452,9 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
     turn starts after this text."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
-    return replace(extended(s, reply), text=s.text + text, turns=s.turns + 1,
-                   turn_start=len(s.ids) + len(ids))
+    whole = s.text + text
+    return replace(extended(s, reply), text=whole, turns=s.turns + 1, turn_start=len(s.ids) + len(ids),
+                   text_start=len(whole), earlier=s.policy_text + "\n")
 
 
 # --- packs

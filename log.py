@@ -120,8 +120,9 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "response_len/wrong": [len(s.ids) for s in samples if s.reward <= 0],
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
-        "reflections": [reflections(s.text) for s in samples],
-        "repetition": [repeat_score(group[0].text) for group in groups],  # slow: one response a prompt
+        "reflections": [reflections(s.policy_text) for s in samples],
+        # slow: one response a prompt
+        "repetition": [repeat_score(group[0].policy_text) for group in groups],
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]

@@ -130,6 +130,7 @@ def _responses(path):
         row = {"stopped": True, "kind": "math", **row}
         if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
+            row["response"] = row.get("policy_text", row.get("response"))  # without an --env's texts
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
             require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}", needed.__name__)

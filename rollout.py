@@ -74,9 +74,9 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 # Reward parts: name -> function(samples of one prompt, config), which returns one number for each sample. A
 # part is used if --reward names the part, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
-    "format": lambda group, cfg: [think_then_answer(s.text) for s in group],
-    "tags": lambda group, cfg: [tag_count(s.text) for s in group],
-    "repetition": lambda group, cfg: [-repeated_ngrams(s.text) for s in group],
+    "format": lambda group, cfg: [think_then_answer(s.policy_text) for s in group],
+    "tags": lambda group, cfg: [tag_count(s.policy_text) for s in group],
+    "repetition": lambda group, cfg: [-repeated_ngrams(s.policy_text) for s in group],
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
@@ -270,8 +270,8 @@ class Trajectories:
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
-            self.grader.submit((*s.key, i), s.text, problem.answer, s.stopped, problem.kind, extractor,
-                               term.custom)
+            self.grader.submit((*s.key, i), s.policy_text, problem.answer, s.stopped, problem.kind,
+                               extractor, term.custom)
 
     def _read_environment(self):
         if self.waiting:
@@ -502,7 +502,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if s.turns > 1:
-        row |= dict(turns=s.turns)
+        row |= dict(turns=s.turns, policy_text=s.policy_text)
     if save_logps:
         row |= dict(ids=s.ids.tolist(), logps=[
             round(x, 4) if of_policy else None

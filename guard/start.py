@@ -348,8 +348,9 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     total, cut = reasons.total(), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     say(f"\nof the first {total} responses: {graded}\n")
-    found = [name for s in samples if s.reason == "unparsed" for name in readers(s.text) if name != "whole"]
-    found = Counter(dist.gather_all(found))
+    found = Counter(dist.gather_all(
+        name for s in samples if s.reason == "unparsed"
+        for name in readers(s.policy_text) if name != "whole"))
     extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common())
     if extractors:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} responses; "

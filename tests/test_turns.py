@@ -16,12 +16,14 @@ from taught import taught
 import data
 import dist
 import model
+import reward
 import rollout
 import train
 from bench import tasks
 from configs import PRESETS
 from data import Problem, Sample
 from engines.torch_engine import TorchEngine
+from grading.answers import extract
 from grading.worker import Grade, Grader, Reply
 from log import Meter, measure_samples
 from tools import report
@@ -37,6 +39,9 @@ def twice(problem, text, turn):
 
 def paid(problem, text, turn):
     return Reply("go on", reward=turn / 2) if turn < 2 else Reply("left out", reward=-3.0, done=True)
+
+def solves(problem, text, turn):
+    return r"<answer>\\boxed{1}</answer>" if turn == 1 else None
 
 def endless(problem, text, turn):
     return ">"
@@ -275,6 +280,23 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
         assert len(runs) == s.turns and s.is_sampled[-1]
         saved = rollout.sample_row(s, problems[s.prompt_id], save_logps=True)
         assert [x is not None for x in saved["logps"]] == s.is_sampled.tolist()
+
+
+def test_graders_read_the_policys_turns_alone(tiny, env, twice, tmp_path):
+    """The environment writes the right answer. No grader reads it, nor does `python reward.py` later."""
+    samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
+    engine, problems = setup(tiny, "")
+    solved = [s for s in samples if r"\boxed{1}" in s.text]
+    assert solved and not errors and {s.reason for s in solved} <= {"unparsed", "truncated"}
+    for s in twice:
+        turns = np.split(s.ids, np.flatnonzero(np.diff(s.is_sampled)) + 1)[::2]
+        assert s.policy_text == "\n".join(map(engine.text_of, turns))
+    row = rollout.sample_row(solved[0], problems[0], False)
+    (tmp_path / "s.jsonl").write_text(json.dumps(row | {"stopped": True}))
+    assert [row["response"] for row in reward._responses(f"{tmp_path}/s.jsonl")] == [solved[0].policy_text]
+    first = dataclasses.replace(twice[0], text=r"<answer>\boxed{4", earlier="", text_start=0)
+    both = data.answered(first, "2} ", [5])
+    assert extract(dataclasses.replace(both, text=both.text + "2}</answer>").policy_text) == "4\n2"
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
