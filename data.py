@@ -20,8 +20,10 @@ import itertools
 import json
 import math
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ TEMPLATES = {
 # Each random stream in this file is seeded with its own number, for example np.random.default_rng([seed,
 # ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
+TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -233,17 +236,16 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
     Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
     if the template can't show the conversation, or if the prompt ends in the EOS token."""
-    if template == "chat":
-        require(bool(tokenizer.chat_template), "this tokenizer has no chat template",
-                "--template orz or plain")
     form = prompt_form(template)
+    require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
+            "--template orz or plain")
+    with suppress(ValueError):  # only the main thread can set a handler
+        signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
-        if form:
-            ids = tokenizer(_fill_form(form, turns, template)).input_ids
-        else:
-            text = _fill_chat_template(tokenizer, turns, system_prompt)
-            ids = tokenizer(text, add_special_tokens=False).input_ids
+        text = (_fill_form(form, turns, template) if form
+                else _fill_chat_template(tokenizer, turns, system_prompt))
+        ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
                 "a template that does not end in it, and a tokenizer without add_eos_token")
@@ -278,18 +280,26 @@ def _fill_form(form, turns, template):
     return form.replace("{problem}", turns[-1][1])
 
 
+def _stop_template(*_):
+    """Handles SIGPROF: ends a chat template whose loops take too long, perhaps for ever."""
+    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
+
+
 def _fill_chat_template(tokenizer, turns, system_prompt):
     """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
     fails or leaves a turn out."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a chat template may raise any exception
         why = " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"the chat template refuses the row's turns ({why:.80}); needed: other roles, or "
                         "another --template") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
         # Assistant turns are not checked, because a template may remove the thoughts from them.
