@@ -254,9 +254,9 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. pebble ignores a worker that ended with status 0, and the request that it graded would
-    time out. A user's function may end the process with any status. So a planned end has the status ENDED,
-    which pebble sees as 0. pebble sees every other status as text, such as "0"."""
+    """A worker process. pebble ignores a worker that ended with status 0, and the request that it graded
+    would time out. A user's function may end the process with any status. So a planned end has the status
+    ENDED, which pebble sees as 0. pebble sees every other status as text, such as "0"."""
 
     def run(self) -> None:
         super().run()

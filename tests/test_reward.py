@@ -237,8 +237,8 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """An exception, an exit with any status or a crash fails only the current answer. An error text of several
-    lines becomes one line, because an alarm is one line."""
+    """An exception, an exit with any status or a crash fails only the current answer. An error text of
+    several lines becomes one line, because an alarm is one line."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
@@ -277,7 +277,8 @@ def test_custom_reward(custom):
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert "LookupError: a b c" in grader.new_errors()
-    died = r"WorkerDied: the process ended with status (0|3|255|-9|-11) while grading \(Abnormal termination\)"
+    died = (r"WorkerDied: the process ended with status (0|3|255|-9|-11) while grading "
+            r"\(Abnormal termination\)")
     assert re.fullmatch(died, grader.errors["WorkerDied"])
     assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
                                   "OverflowError"}

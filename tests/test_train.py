@@ -45,12 +45,13 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
 
 def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
     """All responses are truncated, and --mask_truncated leaves them out of the loss."""
-    cfg = dataclasses.replace(base, stop=(), max_response_len=2, mask_truncated=True, steps=2, weight_decay=9.0,
-                              eval_every=0)
+    cfg = dataclasses.replace(base, stop=(), max_response_len=2, mask_truncated=True, steps=2,
+                              weight_decay=9.0, eval_every=0)
     rows, policy = run(cfg, tmp_path / "m", ranks=2)
     start = load_file(f"{base.model}/model.safetensors")
     assert all(torch.equal(policy[name], start[name].bfloat16()) for name in start)
-    assert rows[0]["truncated"] == 1 and not {"policy_loss", "value_loss", "explained_variance"} & rows[0].keys()
+    assert rows[0]["truncated"] == 1
+    assert not {"policy_loss", "value_loss", "explained_variance"} & rows[0].keys()
     assert "no token is in the loss of update 1 of the critic" in (tmp_path / "m/alarms.jsonl").read_text()
 
 
