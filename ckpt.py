@@ -570,8 +570,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder beside `out`, then rename it to `out`. Raises OSError if `out` exists and is
-    no earlier export."""
+    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export at `out` is
+    replaced. Raises OSError if `out` is anything else that exists."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))

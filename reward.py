@@ -1,13 +1,13 @@
-r"""Reads the flag --reward, and computes rewards for a response's format. As a command, grades a file.
+r"""Reads the flag --reward, and computes extra rewards for a response's format. As a command, grades a file.
 
     python reward.py RESPONSES.jsonl --extractor boxed              # grade a file of responses
     with Grader(workers=2) as grader:                               # in a training loop
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The value of --reward is a list of terms. A term is a grader or a part. A grader compares the response's
-answer with the gold answer, or is a user's function. A part (rollout.REWARD_PARTS), such as a reward for the
-format, is added to the grader's reward.
+The value of --reward is a list of graders and parts; both are called terms. A grader compares the response's
+answer with the gold answer, or is a user's function. A part is an extra reward, for example for the format
+(rollout.REWARD_PARTS). It is added to the grader's reward.
 
 The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
 answer, else 0."""

@@ -182,12 +182,12 @@ class Trajectories:
 
     Each trajectory is in one of four dicts:
         open      unfinished; the next round samples it
-        waiting   the policy ended its turn, and the environment has not replied (only with --env)
+        waiting   only with --env: the policy ended its turn, and the environment has not replied
         complete  finished; the graders have not returned its reward
         graded    finished, with its reward
 
-        open ──round──> waiting ──reply──> complete ──grade──> graded
-          ^────────────────┘
+    Without --env, a trajectory goes from `open` to `complete`. With --env, it goes from `open` to `waiting`.
+    The reply of the environment moves it back to `open`, or to `complete` if the response ends.
     """
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,

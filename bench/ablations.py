@@ -533,7 +533,7 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
         accuracy = [MEASURES["accuracy"](row, task) for row in found]
         spread = f"{stdev(accuracy):.3f}" if len(found) > 1 else "–"
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
-        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # a run without steps has NaN
+        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # NaN: a run without training steps
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))

@@ -2,12 +2,13 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three-digit numbers, whose worked solutions are much longer than a guess.
-The base models are the folders BASE-SEED (flag --base); missing ones are pretrained. Finished runs of an
-earlier call are not repeated.
+PPO and GRPO also train on sums of three-digit numbers. There a worked solution is much longer than a bare
+answer, so the response length shows whether the model works or guesses. Missing base models are pretrained.
+Finished runs of an earlier call are not repeated.
 
 The results are held-out accuracy after the last step, the first step at which the mean reward of three steps
-is 0.9, and the first and the last response length. They go to bench/results/algorithms.json, .md and .png.
+reaches 0.9, and the first and the last response length. They go to bench/results/algorithms.json, .md and
+.png.
 """
 
 from __future__ import annotations

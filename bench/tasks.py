@@ -83,7 +83,8 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """Writes idle words, then a sum. With `slip` some texts write the sum twice, or guess without a sum."""
+    """Returns a problem, a thought and an answer. The thought is filler words, then the worked addition. With
+    `slip`, some thoughts repeat the addition, and some are only filler before a guessed answer."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:

@@ -164,8 +164,8 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """Update the packed copy of a tied head, which only vLLM's CPU build has. Otherwise the head would keep
-    the old weights without an error."""
+    """vLLM's CPU build computes with a packed copy of the head's weights. Update this copy if the head is
+    tied to the embedding. Otherwise the head would use old weights without an error."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":

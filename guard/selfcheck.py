@@ -66,8 +66,9 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns 1. a description of the first disagreement between engine and trainer, or ""; 2. the mean
-    of |engine's log-prob - trainer's log-prob| in nats a token, the largest one of stages 1, 2 and 4.
+    """Returns a description of the first disagreement between engine and trainer, or "". Also returns the
+    gap: the mean of |engine's log-prob - trainer's log-prob| over tokens, in nats. The gap is measured in
+    stages 1, 2 and 4, and the largest of the three is returned.
 
     There are four stages. In each stage the engine answers the prompts (prompt_id -> tokens) twice: once
     greedily, and once by sampling.

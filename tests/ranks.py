@@ -331,11 +331,11 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns, for this rank,
+    """Samples with vLLM. Returns a dict of this rank's results with four keys:
 
-    0.0, 1.0: samples at this temperature by (prompt_id, sample_id)
-    turns: result of turns_in_rounds
-    selfcheck: result of checked"""
+    0.0 and 1.0 (temperatures): the samples by (prompt_id, sample_id)
+    "turns": what turns_in_rounds() returns
+    "selfcheck": what checked() returns"""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would

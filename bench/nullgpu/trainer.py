@@ -7,8 +7,8 @@ NULLGPU is the folder of a stub CUDA driver, which is not in this repository. It
 builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The stub's kernels do nothing, and
 copies from the stub to the host bring zeros. The process group is torch's fake one.
 
-So this program measures torch's real allocator, kernel launches, copies, waits and collectives. It shows no
-result and no time of a GPU, and nothing about NCCL.
+So this program measures torch's real allocator, kernel launches, copies, waits and collectives. The computed
+numbers mean nothing, and the program tells nothing about the speed of a GPU or about NCCL.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
@@ -17,8 +17,10 @@ Prints one JSON line per phase of this rank. The phases:
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
-    *_gib            memory of torch (peak, reserved, stays: at the phase's end) and of the driver; pinned is
-                     host memory. All other fields in GiB are data that were copied or sent.
+    peak_gib, reserved_gib, stays_gib, driver_gib, pinned_gib
+                     memory: torch's peak, torch's reserved memory, torch's memory at the phase's end, memory
+                     given by the driver, pinned host memory
+    other *_gib      data that were copied or sent
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
