@@ -56,9 +56,8 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# The .py files of the program, and the versions that a run records.
 CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
-              for file in Path(ROOT, folder).glob("*.py"))
+              for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__,
             "code": short_hash(b"".join(map(Path.read_bytes, CODE)))}
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
@@ -452,7 +451,7 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     of each name. A critic has only settings."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
-    if who == "policy":
+    if tokenizer:
         facts["tokenizer"] = tokenizer_hash(tokenizer)
         facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
@@ -476,8 +475,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
             "the flags, data, models and reward files of that run, or another --out")
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
-    edited = differences(saved["versions"], facts["versions"])
-    return "; ".join([f"resumed after {saved['step']} steps from {path}", *edited])
+    return "; ".join([f"resumed after {saved['step']} steps from {path}",
+                      *differences(saved["versions"], facts["versions"])])
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
@@ -625,8 +624,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
     source = base or source_of(who, saved["config"])
     tokenizer = load_tokenizer(base or saved["config"]["model"])
-    if saved["config"]["date"]:
-        fix_date(tokenizer, saved["config"]["date"])
+    fix_date(tokenizer, saved["config"]["date"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}

@@ -15,7 +15,6 @@ batch."""
 from __future__ import annotations
 
 import datetime
-import hashlib
 import itertools
 import json
 import math
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, Say, UserError, require
+from configs import Config, Say, UserError, require, short_hash
 from dist import Layout
 from grading.rows import problem_rows
 from reward import kind_of
@@ -311,24 +310,25 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 def fix_date(tokenizer: Any, day: str) -> str:
     """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date. Returns
-    `day`, or "" if the template does not print today's date. Raises UserError if `day` is no date.
+    `day`, or "" if the template does not print today's date. Does nothing if `day` is "". Raises UserError if
+    `day` is no date.
 
     transformers gives a template the function strftime_now. The new template has a macro of the same name
     instead. So the prompts of an exported model also have the date of its training."""
-    own = tokenizer.chat_template and tokenizer.get_chat_template()
-    if not own or "strftime_now" not in own or "macro strftime_now" in own:
+    own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
     try:
         date = datetime.date.fromisoformat(day)
     except ValueError:
         raise UserError(f"--date is {day}; needed: a day such as 2026-01-31") from None
     texts = "".join(f"|replace('%{c}','{date.strftime('%' + c)}')" for c in DIRECTIVES)
-    tokenizer.chat_template = "".join(["{% macro strftime_now(format) %}{{ format", texts,
-                                       " }}{% endmacro %}{{ '' }}", own])
+    tokenizer.chat_template = ("{% macro strftime_now(format) %}{{ format" + texts
+                               + " }}{% endmacro %}{{ '' }}" + own)
     return day
 
 
-DIRECTIVES = (*"aAbBcdeHIjmMpSUwWxXyY", "-d", "-m")  # those of strftime
+DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # those of strftime
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
@@ -357,10 +357,8 @@ def _as_jinja(value):
 
 def fingerprint(problems: Sequence[Problem]) -> str:
     """Returns a hash of the tokens, answer, kind, weight and data set of all problems, in order."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode())
-    return digest.hexdigest()[:16]
+    every = [short_hash(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode()) for p in problems]
+    return short_hash("".join(every).encode())
 
 
 # --- the prompts of a step

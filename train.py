@@ -303,7 +303,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
-    taken = ckpt.start_from(origin, models, facts) if origin else taken
+    if origin:
+        taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder

@@ -139,14 +139,14 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     require(not other, f"not every rank {verb} what rank 0 on {main_host} {verb}: {', '.join(other)}", needed)
 
 
-def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> dict[str, Any]:
+def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt.Facts:
     """Returns name -> value of everything that a resumed run must read again, possibly at other paths.
 
     A resumed run takes the weights of policy and critic from the checkpoint, so the folders' weights may
     differ. The reference's weights may not differ, unless the checkpoint has them, too. Their checksums cover
     every byte, so one changed weight is noticed. Reading takes 0.33 s a GB."""
-    facts = {"--data or --template": fingerprint(problems)} | reward_files(cfg)
-    facts |= ckpt.model_facts(cfg.model, tokenizer)
+    facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
+             | ckpt.model_facts(cfg.model, tokenizer))
     if cfg.algo == "ppo":
         facts |= ckpt.model_facts(cfg.critic_model or cfg.model, None, "critic")
     if cfg.kl_coef and not cfg.keeps_ref:
@@ -168,9 +168,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
     "" if the chat template does not print today's date. All ranks must call this function together.
 
     Raises UserError if --date is given and has no effect."""
-    today = dist.gather(str(date.today()))[0]
-    day = fix_date(tokenizer, cfg.date or earlier or today) if cfg.template == "chat" else ""
-    require(day != "" or not cfg.date, "--date has no effect: the prompts do not contain today's date",
+    day = cfg.date or earlier or dist.gather(str(date.today()))[0]
+    day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
+    require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
             "no --date")
     if day:
         say(f"the prompts contain a date: {day} during the whole run (--date)")
@@ -203,19 +203,19 @@ def check_space(folder: Path, needed: float) -> None:
 def model_shapes(cfg: Config) -> list[plan.Shape]:
     """Returns 1. the shape of the policy; 2. the shape of the model that the critic starts from. Raises
     UserError if a model can't be read or its family is unknown."""
-    paths = cfg.model, cfg.critic_model or cfg.model
-    return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
+    return [plan.shape_of(load_config(path).to_dict(), path)
+            for path in (cfg.model, cfg.critic_model or cfg.model)]
 
 
 def check_critic(cfg: Config, tokenizer: Any) -> None:
     """Raises UserError if --critic_model and --model have different vocabularies."""
     path = cfg.critic_model
-    if cfg.algo != "ppo" or path in ("", cfg.model):
+    if cfg.algo != "ppo" or not path:
         return
-    known, size = load_config(cfg.model).vocab_size, load_config(path).vocab_size
+    known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     theirs = load_tokenizer(path).get_vocab() if any(Path(path).glob("tokenizer*")) else ours
-    require(ours.items() <= theirs.items() and max(ours.values()) < size,
+    require(ours.items() <= theirs.items() and max(ours.values()) < load_config(path).vocab_size,
             f"--critic_model {path} has another vocabulary than --model {cfg.model}",
             "a --critic_model with the policy's tokenizer")
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import dist
-from ckpt import VERSIONS, model_facts
+from ckpt import VERSIONS, Facts, model_facts
 from configs import DATA_FILES, Config, Say, UserError, given_flags, meanings, parse, require, user_errors
 from data import fingerprint
 from engine import Engine
@@ -252,7 +252,7 @@ class Candidate:
     path: str  # the model's folder on the disk
     tokenizer: Any
     sets: Sets  # name of an evaluation set -> its problems
-    engine_key: dict[str, Any]  # ckpt.model_facts; models with equal keys can use the same engine
+    engine_key: Facts  # ckpt.model_facts; models with equal keys can use the same engine
 
 
 def load_candidate(cfg: Config, say: Say) -> Candidate:
