@@ -49,7 +49,18 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
-from configs import ROOT, Config, Say, UserError, changed, differences, require, short_hash, user_errors
+from configs import (
+    ROOT,
+    Config,
+    Say,
+    UserError,
+    changed,
+    differences,
+    require,
+    short_hash,
+    show,
+    user_errors,
+)
 from data import Sample, chat_template, fix_date, prompt_form
 from engine import eos_ids
 from log import read_metrics
@@ -390,7 +401,7 @@ def verify(run: Path) -> None:
     require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint")
     for folder in folders:
         name = damaged(folder)
-        print(f"{folder}: {name} is damaged" if name else f"{folder}: intact")
+        show(f"{folder}: {name} is damaged" if name else f"{folder}: intact")
         bad += [folder.name] if name else []
     require(not bad, f"damaged: {', '.join(bad)}", "another checkpoint, or an intact copy")
 
@@ -631,7 +642,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     export_hf(weights.items(), model, tokenizer, source, out, facts)
-    print(f"{out}: the {who} after {saved['step']} steps")
+    show(f"{out}: the {who} after {saved['step']} steps")
 
 
 def main(argv: list[str]) -> None:

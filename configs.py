@@ -44,6 +44,24 @@ def require(ok: bool, found: str, needed: str) -> None:
         raise UserError(f"{found}; needed: {needed}")
 
 
+def printable(text: str) -> str:
+    r"""Returns the text with escapes such as \x1b in place of control characters (except \n and \t) and of
+    characters that set the direction of text. A terminal would obey them."""
+    obeyed = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
+
+
+def shorten(text: str, most: int = 66) -> str:
+    """Returns `text` on one line of at most `most` characters. The middle of a longer text is left out."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
+
+
+def show(text: str) -> None:
+    """Print a text in which problems, responses, messages or file names of the user may occur."""
+    print(printable(text))
+
+
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
@@ -53,7 +71,7 @@ def user_errors(prog: str) -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        line = f"{prog}: {e}"
+        line = printable(f"{prog}: {e}")
         tell_torchrun(line)
         sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     except KeyboardInterrupt:  # a traceback would hide the last messages
@@ -68,8 +86,8 @@ def tell_torchrun(text: str) -> None:
     torchrun prints the text of the one that failed first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message}))
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 
 
 class Range(NamedTuple):

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, Say, UserError, require, short_hash
+from configs import Config, Say, UserError, require, short_hash, shorten, show
 from dist import Layout
 from grading.rows import problem_rows
 from reward import kind_of
@@ -185,7 +185,7 @@ class Pack:
 # --- problems
 
 
-def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = print,
+def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
                   longest: int = 0) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
     --max_prompt_len, and prompts that leave no room for a response.
@@ -210,8 +210,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             except UserError as e:
                 raise UserError(f"{path} row {number}: {e}") from None
             problem = Problem(row.text, ids, row.answer, row.kind, weight, row.dataset, path, number)
-            fits = len(ids) <= limit
-            (problems if fits else too_long).append(problem)
+            (problems if len(ids) <= limit else too_long).append(problem)
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
     shortest = min([len(p.ids) for p in too_long], default=0)
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
@@ -220,8 +219,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
     if too_long:
         some = " ".join(p.where for p in too_long[:5])
-        more = " …" if len(too_long) > 5 else ""
-        dropped += f"; dropped {len(too_long)} prompts over {limit} tokens: {some}{more}"
+        dropped += f"; dropped {len(too_long)} prompts over {limit} tokens (the first: {some})"
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
@@ -294,8 +292,8 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a chat template may raise any exception
-        why = " ".join(f"{type(e).__name__}: {e}".split())
-        raise UserError(f"the chat template refuses the row's turns ({why:.80}); needed: other roles, or "
+        why = shorten(f"{type(e).__name__}: {e}", 80)
+        raise UserError(f"the chat template refuses the row's turns ({why}); needed: other roles, or "
                         "another --template") from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -420,11 +418,9 @@ def _groups(problems):
     this function, so the groups of the last list are kept. The list must not change afterwards."""
     if _kept.get("problems") is problems:
         return _kept["groups"]
-    files, groups = defaultdict(list), defaultdict(list)
+    groups = defaultdict(list)
     for i, p in enumerate(problems):
-        files[p.weight, p.file].append(i)
-    for (weight, file), indices in files.items():
-        groups[weight, "" if weight == int(weight) else file] += indices
+        groups[p.weight, p.file if p.weight % 1 else ""].append(i)
     _kept.update(problems=problems, groups=[(max(1, round(weight * len(indices))), np.array(indices))
                                             for (weight, _), indices in groups.items()])
     return _kept["groups"]
@@ -460,9 +456,9 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
     turn starts after this text."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
-    whole = s.text + text
-    return replace(extended(s, reply), text=whole, turns=s.turns + 1, turn_start=len(s.ids) + len(ids),
-                   text_start=len(whole), earlier=s.policy_text + "\n")
+    both, whole = extended(s, reply), s.text + text
+    return replace(both, text=whole, turns=s.turns + 1, turn_start=len(both.ids), text_start=len(whole),
+                   earlier=s.policy_text + "\n")
 
 
 # --- packs

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dist
-from configs import Config, Say, UserError, read_jsonl, replace_text
+from configs import Config, Say, UserError, printable, read_jsonl, replace_text, shorten
 from data import Pack, Sample, group_by_prompt
 from grading.worker import REASONS
 
@@ -213,7 +213,7 @@ class Logger(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
-            tqdm.write(text)
+            tqdm.write(printable(text))
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
@@ -377,8 +377,8 @@ class Tracker:
             action(*arguments)
         except Exception as e:
             self.failed = True
-            reason = " ".join(f"{type(e).__name__}: {e}".split())
-            self.alarm(f"{type(self).__name__} failed ({reason:.200}); training goes on without it, and a "
+            reason = shorten(f"{type(e).__name__}: {e}", 200)
+            self.alarm(f"{type(self).__name__} failed ({reason}); training goes on without it, and a "
                        "resumed run sends it the steps after this one")
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:

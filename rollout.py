@@ -145,9 +145,9 @@ def extractors(cfg: Config) -> dict[str, str]:
     Raises UserError if a data set has two extractors."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
-        whose = f"data set {dataset.casefold()!r}" if dataset else "all other rows"
         require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
-                f"for {whose}", "one each: NAME, and DATASET=NAME for the rows of a data set")
+                f"for {dataset.casefold() or 'all other rows'}",
+                "one each: NAME, and DATASET=NAME for the rows of a data set")
         found[dataset.casefold()] = name
     return {"": "orz"} | found
 
@@ -276,9 +276,8 @@ class Trajectories:
     def _read_environment(self):
         if self.waiting:
             self.results |= self.grader.results()
-            waiting, self.waiting = self.waiting, {}
-            for key in sorted(waiting):
-                self._continue(waiting[key], self.results.pop(key))
+            for key in sorted(self.waiting):
+                self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
         """Append the environment's text to the trajectory, and put the trajectory into `open` or into
@@ -317,13 +316,13 @@ class Trajectories:
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
             first, *others = grades = [self.results[*key, i] for i in range(len(terms))]
-            reward, reason = first.reward, first.reason
+            reward, reason, answer = first
             if s.reason:
                 reward, reason = 0.0, s.reason
             elif s.env_reward is not None:
                 reward, reason = s.env_reward, "correct" if s.env_reward > 0 else "wrong"
             self.graded[key] = replace(
-                s, reward=reward, reason=reason, answer=first.answer, grader=terms[0].name,
+                s, reward=reward, reason=reason, answer=answer, grader=terms[0].name,
                 weight=terms[0].weight,
                 parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
                 failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
@@ -533,7 +532,7 @@ def set_names(paths: Sequence[str]) -> list[str]:
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
-        folders = Path(repo).parts if repo else Path(path).parts[:-1]
+        folders = Path(repo).parts or Path(file).parts[:-1]
         parts.append((*folders, re.sub(r"-00000-of-00001$", "", Path(file).stem)))
 
     def name(part):

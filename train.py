@@ -42,8 +42,10 @@ from configs import (
     check_paths,
     check_trackers,
     parse,
+    printable,
     require,
     set_allocator,
+    show,
     tell_torchrun,
     user_errors,
 )
@@ -173,9 +175,9 @@ def main(cfg: Config) -> None:
             try:
                 report.write_report(folder)
             except OSError as e:
-                print(f"!! can't write the report to {folder} ({e.strerror})")
+                show(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
-                print(report.story(folder))
+                show(report.story(folder))
     finally:
         run.lock.release()
         gc.unfreeze()  # undo the gc.freeze of `load`: in a notebook the run must be freed
@@ -280,7 +282,7 @@ def prepare(cfg: Config) -> Run:
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     """Returns the run of the folder `out`, after all checks of config, data and memory. If the folder has a
     checkpoint, the run continues from this checkpoint. Raises UserError, the same on every rank."""
-    say = print if world.main else lambda text: None
+    say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
@@ -646,8 +648,7 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
     """Returns the numbers of response tokens and of responses of the update, over all ranks. packs: this
     rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
-    tokens, responses = dist.all_sum(here).tolist()
-    return tokens, responses
+    return tuple(dist.all_sum(here).tolist())
 
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
@@ -838,9 +839,8 @@ if __name__ == "__main__":
         with user_errors("train.py"):
             main(CONFIG)
     except Exception:
-        print(f"rank {os.environ['RANK']} on {os.uname().nodename} failed in phase {dist.CURRENT.name}:",
-              file=sys.stderr)
-        traceback.print_exc()
-        tell_torchrun(traceback.format_exc())
-        sys.stderr.flush()
+        why = printable(traceback.format_exc())
+        where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
+        print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
+        tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads: a thread may wait for another rank for ever

@@ -40,13 +40,12 @@ import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from configs import ROOT, UserError, nearest, require
+from configs import ROOT, UserError, nearest, require, shorten
 from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade
 
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
@@ -73,8 +72,7 @@ START = 300  # a server may need this number of seconds to start, because networ
 Request = tuple
 
 
-@dataclass(frozen=True)
-class Grade:
+class Grade(NamedTuple):
     """The grade of a response.
 
     reward: 1.0 or 0.0, or the value of a custom reward, a finite float32
@@ -208,8 +206,7 @@ def _grade_chunk(requests, deadline):
         try:
             outcomes.append((*_outcome(*request), None))
         except BaseException as error:  # a custom reward may also raise SystemExit
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            outcomes.append((0.0, "error", message[:500]))
+            outcomes.append((0.0, "error", shorten(f"{type(error).__name__}: {error}", 500)))
     signal.setitimer(signal.ITIMER_PROF, 0)
     return outcomes, (time.monotonic() - start) / len(requests)
 
@@ -254,16 +251,16 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. pebble ignores a worker that ended with status 0, and the request that it graded
-    would time out. A user's function may end the process with any status. So a planned end has the status
-    ENDED, which pebble sees as 0. pebble sees every other status as text, such as "0"."""
+    """A worker process. A user's function may end it with any status. pebble ignores status 0, and then the
+    request would time out. So a planned end has the status ENDED, which pebble sees as 0. pebble sees every
+    other status as text, such as "0"."""
 
-    def run(self) -> None:
+    def run(self):
         super().run()
         sys.exit(ENDED)
 
     @property
-    def exitcode(self) -> int | str:
+    def exitcode(self):
         status = super().exitcode
         return 0 if status == ENDED else str(status)
 

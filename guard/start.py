@@ -27,7 +27,7 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require, short_hash
+from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require, short_hash, shorten
 from data import Problem, Sample, fingerprint, fix_date
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
@@ -299,7 +299,6 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
-    assert all(g.reason not in ("unparsed", "truncated") for g in grades.values()), "the box was not read"
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
 
@@ -374,8 +373,6 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
 def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
     """Returns three lines of text: a prompt, its response, and the grade of the response. Long texts are
     shortened."""
-    prompt = " ".join(tokenizer.decode(list(s.prompt)).split())
-    if len(prompt) >= 400:
-        prompt = f"{prompt[:200]} … {prompt[-190:]}"
-    return (f"\nprompt    {prompt}\nresponse  {' '.join(s.text.split())[:400] or '(empty)'}\n"
+    return (f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
+            f"response  {shorten(s.text, 400) or '(empty)'}\n"
             f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {problem.answer!r}")

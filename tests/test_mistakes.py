@@ -166,14 +166,27 @@ def test_help_into_a_closed_pipe_is_no_traceback():
     assert subprocess.run(["bash", "-c", pipe], capture_output=True, text=True).stderr == ""
 
 
+# Escape sequences with 7 and 8 bits that change screen and title, a carriage return, a change of direction.
+HOSTILE = "\x1b[2J\x1b]0;x\x07\x9b2J\r\u202e"
+RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
+
+
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """No library prints anything after the error line."""
-    command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
+    """No library prints anything after the error line. No text of problems, random responses or file names
+    reaches the terminal raw."""
+    data = tmp_path / f"{HOSTILE}.jsonl"
+    rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", str(data),
                "--eval_every", "0", "--device", "cpu", "--out", f"{tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    *_, last = done.stderr.splitlines()
-    assert done.returncode == 1 and last.startswith("train.py: "), done.stderr[-2000:]
+    done = subprocess.run(command, capture_output=True)
+    output, errors = done.stdout.decode(), done.stderr.decode()
+    last = errors.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("train.py: "), errors[-2000:]
     assert "of the first 256 responses" in last and "--go to train anyway" in last
+    assert r"9 problems from" in output and r"\x1b[2J" in output and not re.search(RAW, output + errors)
+    wrong = subprocess.run([sys.executable, "reward.py", HOSTILE], capture_output=True, cwd=ROOT)
+    assert wrong.stderr.decode().startswith(f"reward.py: no data file {ascii(HOSTILE)[1:-1]}; needed: ")
 
 
 @pytest.mark.parametrize("wait", ["loading", "problems from"])

@@ -268,7 +268,7 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
     (dict(extractor=("orz", "nosuch=letter")), "data set 'nosuch', .*needed: one of aime, gsm8k"),
     (dict(reward=("math", "nosuch@r.py:f")), "data set 'nosuch', .*needed: one of aime, gsm8k"),
     (dict(extractor=("boxed", "orz")), "two extractors for all other rows"),
-    (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for data set 'gsm8k'"),
+    (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for gsm8k"),
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
     (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):

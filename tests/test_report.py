@@ -27,7 +27,7 @@ def page_of(text: str) -> tuple[set, list, str]:
 
 
 EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &amp; $title \u2028 next \x85 "
-        "\"' 7 < 8")
+        "\"' 7 < 8 \x9b2J")
 
 
 def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
@@ -97,8 +97,10 @@ def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wro
     assert sorted(shown) == sorted(f"answer {s} {i} {j}" for s in steps for i in range(3) for j in range(2))
 
 
-def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path):
+def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path, capsys):
     text = story(folder)
+    main([str(folder)])
+    assert "\x9b" in text and capsys.readouterr().out == text.replace("\x9b", r"\x9b") + "\n"
     assert re.search(r"aime/avg@1 +0.300 → 0.900 \(best 0.900 at step 24\)\n", text)
     assert "problem</b> 2" in text and re.search(r"alarms +1\n", text)
     assert "!! step 12: the <b>disk</b> is full\n" in text

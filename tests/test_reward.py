@@ -277,9 +277,8 @@ def test_custom_reward(custom):
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert "LookupError: a b c" in grader.new_errors()
-    died = (r"WorkerDied: the process ended with status (0|3|255|-9|-11) while grading "
-            r"\(Abnormal termination\)")
-    assert re.fullmatch(died, grader.errors["WorkerDied"])
+    assert re.match("WorkerDied: the process ended with status (0|3|255|-9|-11) while grading",
+                    grader.errors["WorkerDied"])
     assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
                                   "OverflowError"}
 

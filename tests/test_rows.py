@@ -345,8 +345,7 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_loses_a_turn_or_raises_is_one_line_with_file_and_row(template, tiny, tmp_path,
-                                                                                   monkeypatch):
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
@@ -586,7 +585,8 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
     told = []
     kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
-    assert [len(p.ids) for p in kept] == [19] and "2 prompts over 19 tokens: d.jsonl:2 d.jsonl:3" in told[0]
+    assert [len(p.ids) for p in kept] == [19]
+    assert "2 prompts over 19 tokens (the first: d.jsonl:2 d.jsonl:3)" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
     for short in (dict(max_model_len=12), dict(max_prompt_len=11)):

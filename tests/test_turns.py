@@ -282,7 +282,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
         assert [x is not None for x in saved["logps"]] == s.is_sampled.tolist()
 
 
-def test_graders_read_the_policys_turns_alone(tiny, env, twice, tmp_path):
+def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
     """The environment writes the right answer. No grader reads it, nor does `python reward.py` later."""
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
     engine, problems = setup(tiny, "")
@@ -294,8 +294,7 @@ def test_graders_read_the_policys_turns_alone(tiny, env, twice, tmp_path):
     row = rollout.sample_row(solved[0], problems[0], False)
     (tmp_path / "s.jsonl").write_text(json.dumps(row | {"stopped": True}))
     assert [row["response"] for row in reward._responses(f"{tmp_path}/s.jsonl")] == [solved[0].policy_text]
-    first = dataclasses.replace(twice[0], text=r"<answer>\boxed{4", earlier="", text_start=0)
-    both = data.answered(first, "2} ", [5])
+    both = data.answered(dataclasses.replace(plain[0], text=r"<answer>\boxed{4"), "2} ", [5])
     assert extract(dataclasses.replace(both, text=both.text + "2}</answer>").policy_text) == "4\n2"
 
 

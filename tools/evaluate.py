@@ -27,7 +27,18 @@ import torch
 
 import dist
 from ckpt import VERSIONS, Facts, model_facts
-from configs import DATA_FILES, Config, Say, UserError, given_flags, meanings, parse, require, user_errors
+from configs import (
+    DATA_FILES,
+    Config,
+    Say,
+    UserError,
+    given_flags,
+    meanings,
+    parse,
+    require,
+    show,
+    user_errors,
+)
 from data import fingerprint
 from engine import Engine
 from grading.worker import Grader
@@ -334,7 +345,7 @@ def main(argv: Sequence[str]) -> None:
     cfg, folders = cfgs[0], [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
-    say = print if world.main else lambda text: None
+    say = show if world.main else lambda text: None
     say_once = functools.cache(lambda text: say(textwrap.fill(text, 80, break_long_words=False)))
     candidates = [load_candidate(cfg, say_once) for cfg in cfgs]
     check_candidates(candidates, world)

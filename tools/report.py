@@ -23,7 +23,7 @@ from string import Template
 
 import numpy as np
 
-from configs import UserError, read_jsonl, require, user_errors
+from configs import UserError, read_jsonl, require, shorten, show, user_errors
 from log import NAN, read_metrics
 from tools.plan import as_text
 
@@ -87,7 +87,7 @@ def _draw(figure, title, lines, scale):
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))
         values = np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
-        line, = axis.plot(steps, values.mean(0), ".-", markersize=4, label=_shorten(label, 48))
+        line, = axis.plot(steps, values.mean(0), ".-", markersize=4, label=shorten(label, 48))
         axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
                           alpha=0.2, linewidth=0)
     if scale == "log":
@@ -129,12 +129,6 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 # --- text
-
-
-def _shorten(text, most=66):
-    """Returns `text` on one line of at most `most` characters. The middle of a longer text is left out."""
-    text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
 
 def facts(run: Path) -> dict[str, str]:
@@ -179,9 +173,9 @@ def story(run: Path) -> str:
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
         for base, trained in zip(read_jsonl(files[0])[:3], read_jsonl(files[-1]), strict=False):
-            lines.append(f"\n{_shorten(base['problem'])}  (answer {base['gold']})")
+            lines.append(f"\n{shorten(base['problem'])}  (answer {base['gold']})")
             for name, row in ("base   ", base), ("trained", trained):
-                lines.append(f"  {name} {'✓' if row['reward'] > 0 else '✗'} {_shorten(row['response'])}")
+                lines.append(f"  {name} {'✓' if row['reward'] > 0 else '✗'} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl")[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
     return "\n".join(lines) + f"""
@@ -287,14 +281,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             require(args.out is None, f"--out {args.out} with one run",
                     "two runs or more; the report of one run is written into the run's folder")
             write_report(*args.runs)
-            print(story(*args.runs))
+            show(story(*args.runs))
             return
         to = args.out or Path("compare.png")
         try:
             plot(args.runs, to)
         except (OSError, ValueError) as e:  # --out can't be written, or is no type of picture
             raise UserError(str(e)) from None
-        print(f"{compare(args.runs)}\n\nplot  {to}")
+        show(f"{compare(args.runs)}\n\nplot  {to}")
 
 
 if __name__ == "__main__":
