@@ -444,12 +444,16 @@ def named(name: str) -> Path:
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json, after comparing every file with its checksum. Each
-    rank checks some of the files. Raises UserError, the same on every rank, if a file is damaged."""
+    rank checks some of the files. Raises UserError, the same on every rank, if a file is damaged, or if an
+    earlier version of torz saved the checkpoint."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
             f"an older checkpoint (move {folder} away and type the same command)")
-    return json.loads((folder / "state.json").read_text())
+    saved = json.loads((folder / "state.json").read_text())
+    require("read" in saved, f"{folder} was saved by an earlier version of torz",
+            "the program of that version, or another --out")
+    return saved
 
 
 # Settings of a model's config.json that change no result.
