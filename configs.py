@@ -45,8 +45,8 @@ def require(ok: bool, found: str, needed: str) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Returns the text with escapes such as \x1b in place of control characters (except \n and \t) and of
-    characters that set the direction of text. A terminal would obey them."""
+    r"""Returns the text with escapes such as \x1b in place of the characters that a terminal would obey: all
+    control characters except \n and \t, and characters that set the direction of text."""
     obeyed = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
     return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
 
@@ -274,7 +274,7 @@ class Config:
                 "complete responses are counted")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
-        # with --carry, a round must be shorter than a response, or no response is left to carry
+        # If a round were as long as a response, --carry would never have a response to carry.
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
                 f"large: a response has at most {self.max_response_len} tokens",
@@ -315,8 +315,7 @@ class Config:
 
     @property
     def engine_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine. Evaluation
-        may allow longer responses than training."""
+        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine."""
         longer = self.eval_response_len > self.max_response_len
         return self.max_prompt_len + self.eval_response_len if longer else self.model_len
 
@@ -332,7 +331,7 @@ class Config:
     @property
     def minibatches(self) -> int:
         """Number of minibatches in a step. The model with more updates trains on one minibatch in each
-        update, the other model on several minibatches."""
+        update. The other model trains on several."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
@@ -349,8 +348,8 @@ class Config:
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError unless exactly one of the three lengths is given, and if
-        --freeze_policy_steps leaves no step that trains the policy."""
+        prompts in an epoch. Raises UserError if not exactly one length is given, or if --freeze_policy_steps
+        leaves no step that trains the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -359,9 +358,7 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of an update. `update`: number of the update within `step`, from 0. A
-        resumed run needs no scheduler state, because the rate depends only on the config, `step` and
-        `update`. ORZ-32B anneals with lr_decay="linear", lr_end=3e-7."""
+        """Returns the learning rate of an update. `update`: number of the update within `step`, from 0."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -429,8 +426,7 @@ PRESETS = {
                        pack_len=18432, eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13. A step has 512 prompts, 16 samples of each prompt, and 16 updates,
-    # as in the paper. The model has 7B parameters; the paper's model has 32B.
+    # DAPO, arXiv 2503.14476, eq. 8 to 13. The paper's model has 32B parameters.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
@@ -456,15 +452,15 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step has 448 responses, as in Open-R1:
-    # 7 GPUs × 16 responses × 4 accumulation steps = 28 prompts × 16 samples.
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Open-R1 also has 448 responses in a step:
+    # 7 GPUs × 16 responses × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
-    # Tülu 3's RLVR with PPO, arXiv 2411.15124. It makes 4 passes over the 224 responses of a step.
+    # Tülu 3's RLVR with PPO, arXiv 2411.15124.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
@@ -473,7 +469,7 @@ PRESETS = {
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
-# A layout sets the number of ranks. With an orz-* preset, `debug` also sets Open-Reasoner-Zero's values for
+# A layout sets the number of ranks. Only orz-* presets take the other values, Open-Reasoner-Zero's for
 # debugging.
 LAYOUTS = {
     "any": {},
@@ -485,9 +481,8 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes, because they do not change the algorithm. model, critic_model,
-# data and template are in the list because ckpt.resume compares what the run has read instead: the model
-# folders (guard/start.py: read_facts) and the tokenized problems (data.fingerprint).
+# Settings that may change when a run resumes, because they do not change the algorithm. Paths and template
+# are in the list because ckpt.resume compares the models' files and the tokenized problems instead.
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
@@ -504,8 +499,7 @@ def changed(old: dict, new: dict) -> list[str]:
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # With another --layout, the fields that layouts set may change, unless the user has set one of them with
-    # a flag.
+    # A new --layout may change the fields that layouts set, unless a flag has set one of these fields.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
@@ -529,8 +523,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line, in order. `--no_go`,
-    `--steps 3` and `--pack-len=9` give the fields go, steps and pack_len."""
+    """Returns field -> first word of the value, for each flag of a command line. `--no_go`, `--steps 3` and
+    `--pack-len=9` give the fields go, steps and pack_len."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -540,8 +534,8 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def layout_of(given: Mapping[str, str]) -> str:
-    """Returns the layout's name, from --layout, or else from the environment variable DEBUG_MODE: True means
-    debug, as in Open-Reasoner-Zero. Raises UserError for any other name or value."""
+    """Returns the layout's name. Without --layout, the environment variable DEBUG_MODE decides: True means
+    debug, as in Open-Reasoner-Zero. Raises UserError for an unknown name or value."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -601,9 +595,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if the model or a data file does not exist. This check needs no torch, so it comes
-    before the slow imports. Models and files that may be on the Hub, and the files of several machines, are
-    checked later."""
+    """Raises UserError if the model or a data file does not exist. Files that may be on the Hub, and the
+    files of several machines, are checked later."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):
@@ -618,7 +611,7 @@ def set_allocator() -> None:
     """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
     imported.
 
-    GPU memory: expandable segments save 1 to 3 GiB of fragmentation. tools/plan.py assumes them.
+    GPU memory: expandable segments reduce fragmentation. tools/plan.py assumes them.
     Pinned host memory: a block has the size that was requested, not the next power of 2. These blocks must
     not be cached, because torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull
     request 192722)."""
@@ -665,8 +658,8 @@ def meanings() -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that have no effect in some runs: the flags, a function that returns whether they have an effect with
-# the config c, and the setting that they need.
+# Flags that have no effect in some runs. Each entry has the flags, a function that returns whether the flags
+# have an effect with config c, and the setting that the flags need.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

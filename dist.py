@@ -55,7 +55,7 @@ class World:
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
     """Join the ranks that torchrun started. Without torchrun, this process is the only rank. Raises UserError
     if a machine has more ranks than GPUs."""
-    if "RANK" not in os.environ:  # set torchrun's variables; vLLM's external_launcher needs them too
+    if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
@@ -69,8 +69,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # The timeout is longer than stall_limit, so that guard.watch ends a stalled run first and prints
-        # stacks.
+        # Longer than stall_limit, so that guard.watch ends a hung run first and prints the stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -79,11 +78,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """Make a test allocation. If this GPU can't use expandable segments (see configs.set_allocator), turn
-    them off.
-
-    For expandable segments, torch 2.13 asserts that NVML returns fabric information. For GPUs before Hopper
-    NVML may return none (PyTorch issue 186374)."""
+    """Turn off expandable segments (see configs.set_allocator) if this GPU can't use them. In torch 2.13 they
+    fail on some GPUs before Hopper (PyTorch issue 186374)."""
     try:
         torch.empty(1, device="cuda")
     except RuntimeError as e:
@@ -97,17 +93,14 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     """Returns a key-value store for torch's process group, whose keys have a new prefix after every restart.
     Returns None if torchrun shares no store. Raises RuntimeError on timeout.
 
-    Reason: torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses
-    of the dead ranks, and new ranks would wait for the dead ranks for ever. The restart count differs between
-    machines, so it can't be the prefix. The ranks agree on a prefix:
+    torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses of the
+    dead ranks, and new ranks would wait for the dead ranks for ever. So the ranks agree on a new prefix:
 
         1. Each rank writes a random nonce.
         2. Each rank reads the nonces of all ranks. The hash of these nonces is the rank's prefix.
         3. Each rank writes the key "read/RANK" under its prefix. If the keys of all ranks are there, all
-           ranks have the same prefix. If not, the rank may have read a nonce from before the restart, so it
-           repeats steps 2 and 3.
-
-    A machine that replaces a lost machine can't find torchrun's store; docs/cluster.md has the remedy."""
+           ranks have the same prefix. If not, some nonces were from before the restart, so the rank repeats
+           steps 2 and 3."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -134,8 +127,8 @@ def neighbours(count: int) -> td.ProcessGroup | None:
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`: 1-d over all ranks, or with `shard_ranks` 2-d. Then parameters are
-    sharded within groups of this many ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`. It is 1-d over all ranks. With `shard_ranks` it is 2-d: parameters
+    are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -164,8 +157,8 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
     the embedding. If the model is on the host, it is moved to `device` during the iteration.
 
-    FSDP gathers one group of parameters at a time; each decoder layer is a group. Asking for the first tensor
-    of the next group frees the tensors of the current group, so the caller must not use them any more."""
+    FSDP gathers one decoder layer at a time. A layer's tensors are freed before the first tensor of the next
+    layer is yielded, so the caller must not keep them."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -181,8 +174,8 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit both go back
-    to the host, and gradients are dropped. A model that was on a GPU before stays there.
+    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit, a model that
+    was on the host goes back to the host, without its gradients.
 
     If `optimizer` is None, the weights must not change inside, because they are not copied back."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
@@ -203,11 +196,11 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 def deterministic(on: bool) -> Iterator[None]:
     """Context manager. If `on`, torch uses deterministic algorithms: sums on a GPU have a fixed order. An
     operation without a deterministic algorithm raises RuntimeError."""
-    if not on:  # the calls below import torch's compiler, which takes time
+    if not on:  # return early, because use_deterministic_algorithms imports torch's compiler, which is slow
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Filling new memory with NaN takes time, and no code here reads memory before writing it.
+    # Filling new memory with NaN takes time, and torz never reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -224,8 +217,8 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called a home, of the same shape and sharding as a weight, buffer or
-# optimizer state. It stores the values while the model is not on the GPU.
+# HOMES[model][name] is a host tensor, called a home. It stores a weight, buffer or optimizer state while the
+# model is not on the GPU. It has the same shape and sharding.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
@@ -243,7 +236,7 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
     """Replace each tensor x of the model and of the optimizer's state by new[x]."""
-    # FSDP's version of _apply takes its shards from the new tensors
+    # FSDP overrides _apply: after the call it uses the new tensors as its shards.
     model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
         state.update({key: new[x] for key, x in state.items()})
@@ -268,8 +261,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, nothing is
-    copied, because the weights have not changed and the host still has them."""
+    """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, the weights
+    have not changed, so the values on the host are still right and nothing is copied."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
@@ -309,7 +302,7 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Returns the sum of x over all ranks, as a new tensor. `op`: another reduction instead of the sum."""
+    """Returns the sum of x over all ranks, as a new tensor. `op` selects another reduction."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
@@ -326,8 +319,8 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns the object x of each rank in rank order, on every rank. Only for small objects. `group`: the
-    ranks that take part; None: all ranks. Before `init`, returns [x]."""
+    """Returns the objects x of all ranks of `group` (None: all ranks) in rank order, on every rank. Only for
+    small objects. Before `init`, returns [x]."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -365,8 +358,7 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send the object outgoing[r] to rank r, for every r. Returns the received objects, in the order of the
     senders."""
-    # Loading a pickle can run code, so pickles are accepted only from ranks of this run, and never from
-    # files.
+    # Loading a pickle can run code, so torz loads pickles only from ranks of this run, never from files.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
@@ -380,7 +372,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
     keys[i]: the index of samples[i] among the step's samples of all ranks.
-    layout[minibatch][rank][pack]: the indices of the pack's samples (from data.assign)."""
+    layout[minibatch][rank][pack]: the indices of the pack's samples, from data.assign."""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -411,12 +403,12 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the las
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator for a phase. The phase's seconds are added to SECONDS. A phase ends when
-    the GPU has finished its work."""
+    """Context manager and decorator for a phase. Adds the seconds of the phase to SECONDS, including the
+    GPU's work."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # guard.watch's thread ends the process if a phase hangs, but can't run while C code holds the GIL. This
-    # timer does not need the GIL. It waits longer than the thread.
+    # The thread of guard.watch ends a process that hangs, but the thread can't run while C code holds the
+    # GIL. This timer does not need the GIL. It fires later than the thread.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:

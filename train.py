@@ -7,8 +7,7 @@
 Every GPU has one process, and every process runs this program. The function `train` is the algorithm. A step
 has four parts:
 
-1. The engine loads the policy's weights and samples responses. Other processes grade responses at the same
-   time.
+1. The engine loads the policy's weights and samples responses. Other processes grade the responses.
 2. The samples are distributed to the ranks as packs of about equal work. A pack is the input of one forward
    pass.
 3. The critic is updated (PPO only).
@@ -16,11 +15,10 @@ has four parts:
 
 Three differences from Open-Reasoner-Zero:
 
-1. A loss is divided by the token count of the whole update over all ranks. So neither the number of ranks nor
-   the packing changes a run.
+1. A loss is divided by the token count of the whole update over all ranks. So the number of ranks and the
+   packing do not change a run.
 2. No sample is dropped or repeated.
-3. With one policy update per step, the ratio is always 1, so the forward pass for old log-probs is not
-   run."""
+3. With one policy update per step, the ratio is always 1, so no forward pass computes old log-probs."""
 
 import gc
 import math
@@ -280,8 +278,8 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run of the folder `out`, after all checks of config, data and memory. If the folder has a
-    checkpoint, the run continues from this checkpoint. Raises UserError, the same on every rank."""
+    """Returns the run of the folder `out`, after all checks of config, data and memory. The run continues
+    from the folder's newest checkpoint, if there is one. Raises UserError, the same on every rank."""
     say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
@@ -314,7 +312,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):
         log.say(line)
-    gc.freeze()  # without this, every garbage collection takes 0.2 s to scan the objects made so far
+    gc.freeze()  # otherwise every garbage collection scans the objects made so far, which takes 0.2 s
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, saver, log, lock)
 
@@ -349,8 +347,8 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer for the policy or the critic. To use another optimizer, change only this
-    function: checkpoints save all tensors of any optimizer's state."""
+    """Returns a new optimizer. To use another optimizer, change only this function: checkpoints save the
+    state of any optimizer."""
     # On a CPU, AdamW without fused=True updates one parameter at a time.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
@@ -358,8 +356,8 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 
 def resident(role: Role, world: dist.World):
-    """Returns a context manager. With --offload, the role's model and optimizer state are on the device only
-    inside this context manager."""
+    """Returns a context manager. Inside it, the role's model and optimizer state are on the device, also with
+    --offload."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
@@ -403,8 +401,8 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
     """The sampling of `sample_step` with --carry: samples new prompts, and continues trajectories that are
     left from the previous step. Returns the results of `sample_step`.
 
-    Only `draw` decides which prompts form the batch. So prompt_id is first the prompt's number in the run
-    (data.numbers_at), and after `draw` an index into the batch."""
+    Only after `draw` is it known which prompts form the batch. So prompt_id is first the prompt's number in
+    the run (data.numbers_at), and after `draw` an index into the batch."""
     cfg = run.cfg
     carried = set(dist.gather_all(s.prompt_id for s in run.carried))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -471,7 +469,7 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the prompts, on any rank, whose samples all have the same reward."""
+    """Returns the ids of the prompts, over all ranks, whose samples all have the same reward."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
@@ -519,8 +517,7 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, a prompt whose samples all have the same score is left out of the
-    loss."""
+    the same rank. --drop_uniform leaves out of the loss a prompt whose samples all have the same score."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -537,8 +534,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     rank gets about equal work and the same number of packs. n_prompts: number of the step's prompts on all
     ranks.
 
-    Adds the metrics tokens, unique_share (ratio of computed tokens to all tokens) and flops (estimated FLOP
-    of the updates, without recomputation)."""
+    Adds the metrics tokens, unique_share and flops (estimated FLOP of the updates)."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -552,8 +548,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # Training on a pack costs three forward passes, because a backward pass costs two. The critic also runs
-    # one forward pass to compute the values.
+    # Training on a pack costs as much as three forward passes, because a backward pass costs two. The critic
+    # runs one more forward pass, for the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -578,10 +574,11 @@ def number_samples(samples: list[Sample], n_prompts: int,
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
     """Returns the samples with `prompt_share` set: 1 / (response tokens of the sample's prompt × number of
-    prompts), both counted in the sample's minibatch over all ranks.
+    prompts). Tokens and prompts are counted in the sample's minibatch over all ranks.
 
-    keys: the number of each sample, from `number_samples`. prompts[i]: prompt_id of sample number i. layout:
-    from data.assign."""
+    keys: the number of each sample, from `number_samples`
+    prompts[i]: prompt_id of sample number i
+    layout: from data.assign"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -645,7 +642,7 @@ def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns the numbers of response tokens and of responses of the update, over all ranks. packs: this
+    """Returns how many response tokens and how many responses the update has over all ranks. packs: this
     rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     return tuple(dist.all_sum(here).tolist())
@@ -676,7 +673,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of response tokens of the update over all ranks."""
+    tokens: number of response tokens of the update over all ranks"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -686,7 +683,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens, responses: number of response tokens and number of responses of the update over all ranks."""
+    tokens, responses: the result of `counts` for the update"""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -742,8 +739,8 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
-    this function before the policy's optimizer step, so that the policy never learns from these samples."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Must
+    be called before the policy's optimizer step, so that the policy does not learn from wrong samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -808,7 +805,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
     the step.
 
-    A metric NAME² is a mean of squares, from which this function computes a variance."""
+    A meter's NAME² is the mean of the squares of NAME, from which this function computes a variance."""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)

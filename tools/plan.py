@@ -2,12 +2,11 @@
 
     python -m tools.plan orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
 
-The plan is computed from the flags and from the sizes in the model's config.json. It needs no torch and no
-GPU. train.py makes the same plan for its devices. It prints the plan's first section, and raises an error if
-the run does not fit.
+The plan is computed from the flags and from the model's config.json. The plan needs no torch and no GPU.
+train.py makes the same plan for its devices, and raises an error if the run does not fit.
 
-The memory plan is for the device of one rank. It covers the instants of a step that may need the most memory.
-Seconds are estimates from datasheets, right within a factor of about two.
+Memory is planned for the device of one rank, at the instants of a step that may need the most memory. Seconds
+are estimates from datasheets, right within a factor of about two.
 
 Two terms of this file:
 
@@ -63,8 +62,7 @@ GPUS = {gpu.name: gpu for gpu in (
 
 def gpu_of(device: str, memory: float) -> GPU:
     """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its flops and hbm come from
-    the entry of GPUS whose name, without a suffix such as -80, is part of `device`. They are 0 if there is
-    none."""
+    the entry of GPUS whose name is part of `device`, or are 0 if there is no such entry."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -96,7 +94,7 @@ class Shape:
         policy_params: number of parameters as a language model
         critic_params: number of parameters as a critic
 
-        Two norms per layer are counted, as in Llama. Further norms have less than 0.1 % of the parameters."""
+        Two norms per layer are counted. Other norms, which some families have, are neglected."""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
@@ -149,7 +147,7 @@ def forward_flops(params: float, layers: int, width: int, tokens: float, square_
     square_lengths: the sum, over all samples, of the squared length in tokens
 
     A sample of length L has L²/2 pairs of a query and a key, because attention is causal. Each layer computes
-    two products of 2 x width FLOP for each pair. `tokens` and `square_lengths` may also be numpy arrays.
+    two products of 2 x width FLOP for each pair.
     """
     return 2 * params * tokens + 2 * layers * width * square_lengths
 
@@ -187,13 +185,13 @@ class Case:
         self.offloads = cfg.offload and on_gpu
         # Bytes of the engine's weights on one rank.
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
-        # Bytes of memory that a rank may use: its GPU's memory, or its part of the machine's free memory.
+        # Bytes that a rank may use: the memory of its GPU, or its part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         # Number of ranks that share one copy of the weights and the optimizer state.
         self.shards = cfg.shard_ranks or self.world
         # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
-        # state: bytes that one rank keeps between updates. These are the same shards and, if there is a KL
-        # term, the fp32 shards of the reference model.
+        # state: bytes that one rank keeps between updates: `checkpoint` and, if there is a KL term, the fp32
+        # shards of the reference model.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.params["policy"] / self.shards if cfg.kl_coef else 0)
         # Number of responses that one engine samples in a step, including the extra prompts of --carry.
@@ -210,13 +208,12 @@ class Case:
 
 
 def recomputed(case: Case, name: str) -> int | None:
-    """Returns n: the backward pass recomputes the first n layers of a model in whole.
+    """Returns n: the backward pass recomputes the first n layers of a model in whole. The other layers keep
+    the results of their matrix products and of attention, and recompute the rest. None: no layer recomputes
+    anything.
 
-    The other layers keep the results of their matrix products and of attention, and recompute only the rest,
-    which costs few FLOP. If the function returns None, no layer recomputes anything.
-
-    --recompute auto tries None, 0, 1, … up to all layers. It takes the first value whose planned peak memory
-    leaves the share HEADROOM of the device free."""
+    --recompute auto takes the first of None, 0, 1, … whose planned peak memory leaves the share HEADROOM of
+    the device free."""
     wanted, layers = case.cfg.recompute, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if wanted != "auto":
@@ -236,16 +233,15 @@ Usage = dict[str, float]  # item -> bytes of memory that the item uses on one ra
 def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
-    1. the activations that all layers keep for the backward pass;
-    2. the activations that the backward pass of the last layer recomputes.
+    1. the activations that all layers keep for the backward pass
+    2. the activations that the backward pass of the last layer recomputes
 
-    whole: number of layers that are recomputed in whole, as `recomputed` returns it."""
+    whole: as `recomputed` returns it"""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
-    # attention is counted twice. If segments share a prefix, one copy of the output has the prefix in front
-    # of each segment, and the other copy has the prefix once.
+    # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # Activations of a layer that is not recomputed in whole: its input, the results of its seven matrix
+    # Activations of a layer that is not recomputed in whole: the input, the results of the seven matrix
     # products and of attention, and attention's log-sums (4 bytes a head, fp32).
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
@@ -255,7 +251,7 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage. {} on CPUs.
+    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage; {} on CPUs.
 
     root: number of parameters of the root
     logits: bytes of the chunks of logits that are in memory at once
@@ -266,9 +262,7 @@ def _allocator_loss(case, shape, root, logits, kept):
     gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
         each stream. This memory holds the root and one layer, each with a copy of this rank's shards.
     fragments: free memory in pieces that are too small for later tensors. A layer's fp32 gradient, the fp32
-        shards of the root and the chunks of logits leave such pieces; others lie between activations (HOLES).
-
-    bench/nullgpu/memory.py compares the planned memory with the bytes that a stub of CUDA's driver counts."""
+        shards of the root, the chunks of logits and the activations leave these pieces."""
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
@@ -280,11 +274,10 @@ def _update_instants(case, name, whole):
     """Returns five Usages: the memory at the five instants of a model's update that may need the most.
 
     name: "policy" or "critic"
-    whole: number of layers that are recomputed in whole, as `recomputed` returns it"""
+    whole: as `recomputed` returns it"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # Number of parameters of the root. The root is gathered at the start of the forward pass, and stays
-    # gathered until the end of the backward pass.
+    # The root stays gathered from the start of the forward pass to the end of the backward pass.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
@@ -292,20 +285,19 @@ def _update_instants(case, name, whole):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     kept, again = _per_token(case, shape, whole)
     kept = T * (kept + 2 * b * d)
-    # The backward pass of the MLP allocates the gradients of gate, up and hidden states. The gradient of the
-    # product gate x up replaces the product itself in memory.
+    # The backward pass of the MLP allocates the gradients of gate, up and hidden states.
     working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, kept) | _asleep(case)
     instants = [
-        # 1. Backward pass of the head. The activations of all layers are in memory. So are two copies of the
+        # 1. Backward pass of the head. In memory are the activations of all layers and two copies of the
         # head's gradient: the fp32 sum over the chunks of logits, and the sum in the dtype of the weights.
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. The head's gradient stays in memory until FSDP reduces the root's
-        # gradients over the ranks. FSDP is still reducing the fp32 gradient of the previous layer.
+        # 2. Backward pass of a layer. In memory are the head's gradient, which FSDP reduces last, and the
+        # fp32 gradient of the previous layer, which FSDP is still reducing.
         {"gathered weights": b * (root + layer), "activations": kept + working,
          "whole gradients": b * head + 4 * layer},
         # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the
@@ -315,14 +307,14 @@ def _update_instants(case, name, whole):
         # 4. End of the backward pass. In memory are the root's gradient, an fp32 copy of the root's gradient,
         # and one layer's fp32 gradient.
         {"whole gradients": (4 + b) * root + 4 * layer},
-        # 5. AdamW's step. AdamW allocates temporary memory of the size of the weight shards.
+        # 5. AdamW's step. AdamW needs temporary memory of the size of the weight shards.
         {"AdamW's step": shard}]
     return [_with_total(case, at_rest | usage) for usage in instants]
 
 
 def _engine_memory(case):
-    """Returns the memory of an awake engine as a Usage. On a GPU, vLLM's KV cache takes the rest of
-    --engine_share: all memory that weights and buffers leave."""
+    """Returns the memory of an awake engine as a Usage. On a GPU, vLLM's KV cache takes all memory of
+    --engine_share that weights and buffers leave."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -336,8 +328,8 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage. The torch engine does not sleep: it
-    keeps its weights."""
+    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its
+    weights."""
     if not case.engine_sleeps:
         return {"engine weights": case.engine_weights}
     return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
@@ -349,12 +341,11 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     1. the phase: "sync", "rollout", or the name of the model that is updated;
     2. its Usage, with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. It needs memory for a buffer and the gathered weights.
+    # A sync gathers one layer or the root at a time. The gathered weights need a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # engines/vllm_engine.py copies the embedding and the head, because FSDP frees the originals before vLLM
-    # has read them.
+    # engines/vllm_engine.py copies the embedding and the head.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
@@ -368,8 +359,8 @@ def _with_total(case, usage):
     """Returns a Usage with two more items:
 
     total: the sum of all items
-    CUDA and idle state: the memory of CUDA and NCCL, and the weights and AdamW's moments that are on the
-        device but not in use at this instant"""
+    CUDA and idle state: memory of CUDA and NCCL, and of weights and AdamW's moments that are on the device
+        but not in use at this instant"""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -377,7 +368,7 @@ def _with_total(case, usage):
 
 
 def fullest(case: Case) -> tuple[str, Usage]:
-    """Returns the instant of `memory` with the largest total: 1. the phase; 2. the Usage."""
+    """Returns the phase and the Usage of the instant that needs the most memory."""
     return max(memory(case), key=lambda instant: instant[1]["total"])
 
 
@@ -399,9 +390,8 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory. A rank needs host memory for its offloaded state, for a copy of
-    its part of a checkpoint, and for libraries. The item "machine" is the sum over all ranks of a machine. On
-    CPUs it includes the memory of training."""
+    """Returns item -> bytes of host memory. The item "machine" is the sum over all ranks of a machine. On
+    CPUs, "machine" includes the memory of training."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -410,12 +400,10 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns item -> bytes on the disk. Items: a checkpoint; the bf16 exports; all checkpoints and exports.
+    """Returns item -> bytes on the disk, for a checkpoint, the bf16 exports, and all files together.
 
     policy: number of parameters of the policy
-    critic: number of parameters of the critic; 0 without a critic
-
-    A checkpoint contains the reference model only if its weights may differ from those of --model."""
+    critic: number of parameters of the critic; 0 without a critic"""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
@@ -430,12 +418,12 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
     prompt, response: mean lengths in tokens
 
-    The flops and hbm of case.gpu must be known. Communication is not counted."""
+    case.gpu.flops and case.gpu.hbm must be known. Communication is not counted."""
     cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
-    # A decode step reads the weights and the KV cache once. A rollout takes at least as long as the decoding
-    # of one response of maximal length.
+    # A decode step reads the weights and the KV cache once. A rollout takes at least as long as one response
+    # of maximal length.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // length))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
@@ -452,8 +440,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if "critic" in forward:
         times["values"] = forward["critic"]
     for name, shape in case.models.items():
-        # A backward pass costs as much as two forward passes. Each recomputed layer costs one more forward
-        # pass of this layer.
+        # A backward pass costs two forward passes. A recomputed layer costs one more forward pass of the
+        # layer.
         passes = cfg.passes_per_step * (3 + (case.recompute[name] or 0) / shape.layers)
         times[name] = passes * forward[name]
     return times | {"step": sum(times.values())}
@@ -465,9 +453,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 def shortage(case: Case) -> str:
     """Returns a sentence that says which memory is too small for this run; "" if the run fits.
 
-    Measured on a stub of the CUDA driver, runs use 93 to 100 % of their planned memory
-    (bench/results/nullgpu-memory.md). The plan for CPUs is less exact. So a run on CPUs is refused only if
-    its planned memory is more than twice the available memory."""
+    The plan for CPUs is not exact. So a run on CPUs is refused only if its planned memory is more than twice
+    the available memory."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -487,12 +474,12 @@ def shortage(case: Case) -> str:
 def remedy(case: Case) -> str:
     """Returns flags that make the case fit, as text. None of them changes the algorithm.
 
-    These changes are tried in order, until one fits:
+    These changes are tried in this order, until one fits:
 
     1. one flag
     2. all flags of `free`, which save memory and cost only speed
     3. all flags of `free`, and one more flag
-    4. no flag or one of the changes 1 to 3, with 2, 4, 8, … times as many ranks"""
+    4. 2, 4, 8, … times as many ranks, alone or with one of the changes 1 to 3"""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)
@@ -530,8 +517,8 @@ Plan = dict[str, dict]
 
 
 def plan_of(case: Case) -> Plan:
-    """Returns the whole plan. This dict is written to plan.json and by --json. `as_text` makes tables of it.
-    docs/faq.md compares the names of the batches with the names in other libraries."""
+    """Returns the whole plan. docs/faq.md compares the names of the batches with the names in other
+    libraries."""
     cfg, peaks = case.cfg, {}
     for phase, usage in memory(case):  # keeps, for each phase, the instant with the largest total
         usage = {item: n / GIB for item, n in usage.items()}
