@@ -174,7 +174,7 @@ def _modules_beside(spec):
     A module belongs to the folder if the folder has a file with the module's name. The attribute __file__ is
     not read, because reading an attribute of a lazy module such as torch.classes raises an error."""
     folder = os.path.dirname(spec)
-    names = {file.partition(".")[0] for file in os.listdir(folder)} - sys.modules.keys()
+    before = set(sys.modules)
     sys.path.insert(0, folder)
     sys.modules.update(_modules.get(folder, {}))
     try:
@@ -182,12 +182,16 @@ def _modules_beside(spec):
     finally:
         with suppress(ValueError):  # the user's file may have removed the folder from sys.path
             sys.path.remove(folder)
-        _modules[folder] = _take_modules(names)
+        added = sys.modules.keys() - before
+        if added:  # most calls add no module, and listing the folder takes time
+            names = {file.partition(".")[0] for file in os.listdir(folder)} - before
+            _modules[folder] = _take_modules(names, added)
 
 
-def _take_modules(names):
-    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module."""
-    found = [name for name in sys.modules if name.partition(".")[0] in names]
+def _take_modules(names, among):
+    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module.
+    among: names of the modules that may be removed"""
+    found = [name for name in among if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
 
@@ -323,7 +327,7 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"})  # a user's folder may have modules of these names
+    _take_modules({"configs", "grading"}, set(sys.modules))  # a user's folder may have modules of these names
     _functions.update((spec, _import_function(spec)) for spec in functions)
     if compares:
         _warm()
