@@ -3,9 +3,9 @@
 At most `max_num_seqs` responses are decoded at once, in a batch called a wave. The requests with the longest
 prompts are in the first wave.
 
-Responses whose tokens are equal so far share a row of the KV cache. When their next tokens differ, the row is
-copied. When a response ends, its row is dropped. In this example, responses 1 and 2 have the prompt `p q`,
-and response 3 has the prompt `r`:
+Responses to the same prompt share a row of the KV cache as long as their tokens are equal. When the next
+tokens differ, the row is copied. In this example, responses 1 and 2 have the prompt `p q`, and response 3 has
+the prompt `r`:
 
     step   sampled tokens      rows of the cache (| separates rows)   row of each response (`where`)
     0      -                   p q | r                                1: 0   2: 0   3: 1
@@ -35,7 +35,7 @@ from model import Policy, Segments, has_window, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response so far, one token in each column.
+    """The KV cache. A row has the tokens of a prompt and of its response, one token in each column.
 
     Shape for each layer: (2, capacity, Hkv, columns, d)
         2         keys and values
@@ -47,22 +47,22 @@ class Cache:
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
         """The cache starts with R rows, one for each distinct prompt.
 
-        lengths (R,): number of tokens of each prompt.
-        steps: largest number of tokens that are sampled after a prompt."""
+        lengths (R,): number of tokens of each prompt
+        steps: largest number of tokens of a response"""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # zeros: unused memory may contain NaN, and masking multiplies it by 0 (0 × NaN = NaN)
+        # zeros, because unused memory may contain NaN, and masked attention computes 0 × NaN = NaN
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        # (capacity, 1, 1, columns) bool, false at padding; None: there is no padding
+        # (capacity, 1, 1, columns) bool, false at padding; None if there is no padding
         self.allowed = None
         if int(lengths.min()) < self.width:
             padding = lengths.new_zeros(capacity)
             padding[:self.rows] = self.width - lengths
             column = torch.arange(self.width + steps, device=like.device)
             self.allowed = (column >= padding[:, None])[:, None, None]
-        # During a prefill: two tensors (T,), the row and the column of each prompt token. Otherwise None.
+        # In a prefill of T prompt tokens: the row and the column of each token, two tensors (T,).
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -76,8 +76,8 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the keys, the values and `allowed` (None without padding), each up to the current column.
-        `window`: return only the last `window` columns; None: all columns."""
+        """Returns the keys, the values and `allowed` (None without padding) of the columns up to the current
+        column, or of the last `window` of these columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
@@ -104,11 +104,10 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDec
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules, because small models on a
-    CPU spend much time between operations: query, key and value come from one matrix product, and so do gate
-    and up.
+    """Computes a decoding step with fewer operations than the model's own modules: query, key and value come
+    from one matrix product, and so do gate and up. Small models on a CPU spend much time between operations.
 
-    For model types outside LLAMA_LIKE and for models with sliding windows, it calls the model's modules."""
+    Model types outside LLAMA_LIKE and models with sliding windows run their own modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
@@ -127,8 +126,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache. Writes
-        the keys and values of these tokens to column `cache.column`. tokens, positions: (R,)."""
+        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache, and
+        writes the keys and values of these tokens to the cache. tokens, positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -197,8 +196,8 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key)
 
     def _wave(self, wave, requests, limits, temperature, key):
-        """Decodes the requests with the keys `wave` as one batch of B unfinished responses. Yields each
-        response when it ends. where[j] is the row of the cache that response j uses."""
+        """Decodes the requests with the keys `wave` as one batch of responses. Yields each response when it
+        ends. where[j] is the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -224,8 +223,7 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            # the rows change only if a response has ended, or if several responses share a row
-            if done or cache.rows < len(where):
+            if done or cache.rows < len(where):  # otherwise each response keeps its own row
                 # Each distinct pair (row, token) gets one row in the next step.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
@@ -234,9 +232,9 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on `prompts` (tuples of tokens), with about --pack_len tokens in each forward pass.
-        Equal prompts share a row of the cache. Returns the cache with R rows, the row of each prompt (B,),
-        and the hidden state of each row's last token (R, D)."""
+        """Runs the model on the B `prompts` (tuples of tokens). Equal prompts share a row of the cache.
+        Returns the cache with R rows, the row of each prompt (B,), and the hidden state of the last token of
+        each row (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -257,10 +255,11 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true if the response's token of step t is EOS or completes a stop string.
+        """Returns (B,) bool: true if the response's token of step t is EOS or completes a stop string. Only
+        tokens in `may_stop` are decoded to text, because decoding is slow.
 
-        token (B,): the tokens of step t. ids (B, steps): all tokens so far. Decoding text is slow, so it is
-        done only for tokens in `may_stop`."""
+        token (B,): the tokens of step t
+        ids (B, steps): the tokens of steps 0 to t"""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -272,11 +271,11 @@ class TorchEngine(Engine):
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns tokens (B,) drawn from softmax(logits / temperature), and their log-probs (B,) in nats.
+    """Returns tokens (B,) drawn from softmax(logits / temperature), and the tokens' log-probs (B,) in nats.
     Temperature 0 takes the token with the highest logit.
 
-    u (B,): uniform random numbers in [0, 1). The sampled token is the first one whose cumulative probability
-        is above u."""
+    u (B,): uniform random numbers in [0, 1). The sampled token is the first token whose cumulative
+        probability is above u."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -289,16 +288,16 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns (count,) uniform random numbers in [0, 1), which depend only on the key. A larger count does
-    not change the first numbers."""
+    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. A larger count adds
+    numbers at the end."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
 def _may_stop(tokenizer, vocabulary, stop):
-    """Returns one bool for each token of the vocabulary: true if a stop string can end in its text."""
+    """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    if not all(s.isascii() for s in stop):  # how an incomplete character is decoded
+    if not all(s.isascii() for s in stop):  # a token may end a character that an earlier token began
         tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -1,5 +1,4 @@
-"""An engine that runs vLLM inside each training rank. The package vllm is imported when the first engine is
-created.
+"""An engine that runs vLLM inside each training rank.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
 and no KV cache, so each step loads the weights again. The order keeps peak memory low:
@@ -9,8 +8,8 @@ and no KV cache, so each step loads the weights again. The order keeps peak memo
     3. Free the memory that gathering these weights took.
     4. Allocate the KV cache.
 
-Only vLLM 0.32 is accepted. vLLM 0.26 loses a part of its state when it sleeps at level 2. Other versions were
-not tested."""
+Only vLLM 0.32 is accepted, because vLLM 0.26 loses a part of its state when it sleeps at level 2, and other
+versions were not tested."""
 
 import contextlib
 import os
@@ -35,8 +34,8 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, enforce_eager turns off compilation, which would take minutes. With chunked prefill, vLLM
-        # 0.32 raises "CPU Generator does not use offset" for requests that have a seed.
+        # On a CPU, enforce_eager turns off compilation, which would take minutes. Chunked prefill on a CPU
+        # raises "CPU Generator does not use offset" for requests that have a seed (vLLM 0.32).
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -48,15 +47,15 @@ class VLLMEngine(Engine):
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
-        torch.set_rng_state(rng)  # undo LLM(), which seeds torch's random generator
+        torch.set_rng_state(rng)  # because LLM() has seeded torch's random generator
         self._sleep()
 
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM copies a layer's tensors when it has received the whole layer. But it copies embedding and head
-        # only at the end if the head is tied, or if vLLM pads the vocabulary to a multiple of 64 × tp. FSDP
-        # has freed these tensors by then, so they are cloned.
+        # vLLM copies a layer's tensors when it has received the whole layer. But vLLM copies embedding and
+        # head only at the end if the head is tied, or if vLLM pads the vocabulary to a multiple of 64 × tp.
+        # At the end FSDP has freed these two tensors, so they are cloned.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
@@ -70,7 +69,7 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM is still asleep."""
+        """Abort unfinished requests, then sleep. vLLM is already asleep if a wake-up has failed."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -79,9 +78,9 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version):
-        """With --tp, several ranks form one vLLM engine, and vLLM needs the same requests in the same order
-        on all these ranks. So a rank queues the requests of all of them, but yields only the responses to its
-        own requests."""
+        """With --tp, several ranks form one engine, and vLLM needs the same requests in the same order on all
+        of them. So each rank queues the requests of all ranks of the engine, but yields only the responses to
+        its own requests."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -112,8 +111,8 @@ class VLLMEngine(Engine):
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version, responses):
-        """Yields vLLM's output of each response when it ends. Raises RuntimeError if vLLM fails, or if
-        sampling takes longer than 90 % of --stall_limit. At 100 %, guard/watch.py would end the run with a
+        """Yields vLLM's output of each response when the response ends. Raises RuntimeError if vLLM fails, or
+        if sampling takes longer than 90 % of --stall_limit. At 100 %, guard/watch.py would end the run with a
         less precise message."""
         engine, start, limit = self.llm.llm_engine, time.monotonic(), self.cfg.stall_limit
         while engine.has_unfinished_requests():
@@ -139,7 +138,7 @@ def _import_vllm():
     except ImportError as e:
         raise UserError(f"for --engine vllm, vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
-    # the dots accept 0.32 and 0.32.1, but not 0.320
+    # accepts 0.32 and 0.32.1, but not 0.320
     tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
             f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
@@ -148,7 +147,7 @@ def _import_vllm():
 
 @contextlib.contextmanager
 def _muted():
-    """Context manager: sends stdout and stderr of this process to /dev/null, also those of C++ code."""
+    """Context manager. Inside it, the output of this process goes to /dev/null, also that of C++ code."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -164,8 +163,8 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """vLLM's CPU build computes with a packed copy of the head's weights. Update this copy if the head is
-    tied to the embedding. Otherwise the head would use old weights without an error."""
+    """Update the packed copy of the head's weights that vLLM computes with on CPUs. For a head that is tied
+    to the embedding, a sync of vLLM does not update the copy."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
@@ -173,8 +172,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs. The first of
-    several tokens at a position is the sampled token."""
+    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs, in which the
+    sampled token is the first token of each position."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()

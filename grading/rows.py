@@ -19,7 +19,7 @@ Any row may also have these fields:
     reward                    how answers are compared: "math", "choice" or "exact"
     dataset or data_source    name of a data set; --reward and --extractor can differ for each data set
 
-The problem and the answer of a row must not be empty. A wrong row raises a UserError that names file and row.
+A wrong row raises a UserError that names file and row.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from typing import Any
 from configs import UserError, data_file, require
 from grading.answers import KINDS, extract, grade
 
-# Fields with the problem, and fields with the gold answer. The first one that is not null is used.
+# Names of the problem's field and of the gold answer's field. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# In data converted from CSV, a list or an object is often a text. A row that matches a pattern is refused.
+# Data converted from CSV often has a list or an object as text. These two patterns find the text, and the row
+# is refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -74,15 +75,15 @@ class Row:
 
 
 def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
-    """Yields (number, Row) for each row of a file. `path` may also name a file on the Hub (`local_file`).
-    default: the kind of a row without the field `reward`. Raises UserError for a wrong file or row."""
+    """Yields (number, Row) for each row of a file on the disk or on the Hub. default: the kind of a row
+    without the field `reward`. Raises UserError for a wrong file or row."""
     for number, row in read_rows(local_file(path)):
         yield number, problem_of(row, f"{path} row {number}", default)
 
 
 def local_file(path: str) -> str:
-    """Returns the path of a local file. A `path` of the form OWNER/NAME:FILE names a file of a data set on
-    the Hub. Such a file is taken from the cache or downloaded. Raises UserError if that fails."""
+    """Returns the path of a local file. A file of a data set on the Hub (OWNER/NAME:FILE) is downloaded,
+    unless the Hub's cache has the file. Raises UserError if the download fails."""
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match:
         return path
@@ -123,8 +124,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # Only the kind "choice" understands a gold answer that is the index of a choice. So if a row of
-        # another kind has choices and a number as its gold answer, the number must be the text of a choice.
+        # The gold answer may be the index of a choice only if the kind is "choice". For other kinds, a number
+        # must be the text of a choice.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -137,7 +138,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """Returns the row as one dict. A row of Open-Reasoner-Zero's training data is a list of turns. Returns {}
+    """Returns the row as a dict. A row of Open-Reasoner-Zero's training data is a list of turns. Returns {}
     for a row that is neither dict nor list."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
@@ -161,7 +162,8 @@ def _check_text(text, name, row, where):
 
 def _turns(prompt, where):
     """Returns the turns of a conversation as pairs (role, content). A `prompt` of type str is one turn of the
-    user. Turns of the assistant at the end are left out: they demonstrate a response. Raises UserError."""
+    user. The assistant's turns at the end are an example response, so they are left out. Raises
+    UserError."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
         require(not turns, f"{where} has a conversation as text", "a list of turns, not a text")
@@ -184,7 +186,7 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the name of the row's data set; "" if it has none. Open-Instruct RLVR writes the name as a list
+    """Returns the name of the row's data set; "" if there is none. In Open-Instruct RLVR the name is a list
     of one text. verl calls the field data_source."""
     for name in ("dataset", "data_source"):
         value = fields.get(name)
@@ -202,8 +204,8 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """Returns the value of the row's answer field. If it is a dict, returns its `ground_truth` or `value`. If
-    it is a list of one value, returns this value."""
+    """Returns the value of the row's answer field. Of a dict, returns the value of `ground_truth` or `value`.
+    Of a list of one value, returns the value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -222,13 +224,13 @@ def _plain_text(value):
         return value.text
     if not _is_number(value) or not math.isfinite(value):
         return None
-    # Some programs write a column of integers with nulls as floats: 5 becomes 5.0. Undo this.
+    # Some programs write 5 as 5.0 if the column has nulls. Undo this.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if there is none. If the field holds a worked solution, only the
-    final answer is returned: the content of the box, or the text after `####`. Raises UserError."""
+    """Returns the gold answer as text; None if there is none. Of a worked solution, returns only the content
+    of the box or the text after `####`. Raises UserError."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -243,7 +245,7 @@ def _answer(fields, where):
     if marked and "\n" not in last.strip():
         return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):
-        # In TRL's format, `solution` may be the answer alone. A text with four words or more is taken as a
+        # In TRL's format, `solution` may be the answer alone. A text of four or more words is read as a
         # worked solution.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
@@ -263,8 +265,8 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text; {} if it has none. Raises UserError if a choice is
-    not a text, or if there are more than 26."""
+    """Returns the row's choices: letter -> text; {} if there are none. Raises UserError if a choice is not a
+    text, or if there are more than 26."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
@@ -278,8 +280,8 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """Returns the problem's text followed by a line `A. text` for each choice. Returns `text` unchanged
-    if it already lists these choices. Raises UserError if it lists other choices."""
+    """Returns the problem's text followed by a line `A. text` for each choice. Returns `text` unchanged if
+    `text` already lists these choices. Raises UserError if `text` lists other choices."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
@@ -299,8 +301,9 @@ def _letter_of(gold, fields, choices, where):
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # With the choices {"A": "B", "B": "C"}, the answer "B" is read as the letter B, because the row names
-        # its letters. With the choices ["B", "C"], the answer "B" is an error: a letter, or the text of A?
+        # With the choices {"A": "B", "B": "C"}, the answer "B" is read as a letter, because the row names its
+        # letters. With the choices ["B", "C"], the answer "B" is an error: it may be the letter of the second
+        # choice or the text of the first.
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
@@ -313,7 +316,7 @@ def _letter_of(gold, fields, choices, where):
 
 @dataclass(frozen=True, slots=True)
 class JsonNumber:
-    """A number from a JSON file, kept as text so that no digit changes: 1.10 stays 1.10."""
+    """A number from a JSON file, as text, so that 1.10 does not become 1.1."""
 
     text: str
 
@@ -328,8 +331,8 @@ BOM = b"\xef\xbb\xbf"
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json file (a list), a .jsonl or a .parquet file.
 
-    Numbers start at 1. The number of a row in a .jsonl file is the number of its line. Numbers inside JSON
-    rows are JsonNumber objects. Raises UserError if the file has no row or can't be read."""
+    `number` starts at 1. In a .jsonl file it is the line number. Numbers inside JSON rows are JsonNumber
+    objects. Raises UserError if the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)
@@ -371,7 +374,8 @@ def _list_rows(file):
 
 @contextlib.contextmanager
 def _not_json(where):
-    """Context that turns an error in reading JSON into a UserError. where: file and row, for its message."""
+    """Context manager that turns an error in reading JSON into a UserError. where: the file and row to name
+    in the message."""
     try:
         yield
     except UnicodeDecodeError as e:

@@ -1,7 +1,7 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
 The trainer itself compares numbers, units, sets and words. math-verify compares expressions. On some
-responses math-verify hangs, fills the memory or crashes, so it runs in processes that can be killed:
+responses math-verify hangs, fills the memory or crashes, so it runs in other processes:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
@@ -10,10 +10,9 @@ responses math-verify hangs, fills the memory or crashes, so it runs in processe
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
-A server forks the workers, because the trainer can't: a process with CUDA and threads must not fork. If the
-trainer spawned the workers, each would need seconds to import math-verify. If the server dies or stalls, the
-Grader starts another one and sends the open requests again. If the trainer dies, the server and its workers
-end.
+The trainer can't fork the workers, because a process with CUDA and threads must not fork. So a server forks
+them. If the server dies or stalls, the Grader starts another server and sends the open requests again. If the
+trainer dies, the server and its workers end.
 
 Departures from Open-Reasoner-Zero:
 
@@ -21,7 +20,7 @@ Departures from Open-Reasoner-Zero:
   `5\text{ or }7`. Ours does not.
 - ORZ's timeout of one second includes the wait in the queue, so right answers fail on a busy machine. Our
   deadline counts the worker's CPU time, so a reward does not depend on how busy the machine is.
-- Each of our grades has a reason: one of REASONS.
+- Each of our grades has a reason, one of REASONS.
 """
 
 import ctypes
@@ -59,14 +58,14 @@ LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stor
 MAX_TASKS = 250  # after this number of chunks a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker that has ended as planned, after MAX_TASKS chunks
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
-# The server runs this file as __main__. So it can remove the modules `grading` and `configs` from
-# sys.modules, and a user's file can import its own modules of these names.
+# The server runs this file as __main__, so the names `grading` and `configs` are free for modules that a
+# user's file imports.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # a server may need this number of seconds to start, because network disks are slow
 
-# What the trainer sends to a worker:
-#     "compare", answer, gold, kind                is the answer right?
+# A request that the trainer sends to a worker. Its first entry says what the worker does:
+#     "compare", answer, gold, kind                compare the answer with the gold answer
 #     "score", function, response, gold, kind      call a user's reward
 #     "reply", function, problem, text, turn       call the environment
 Request = tuple
@@ -75,7 +74,7 @@ Request = tuple
 class Grade(NamedTuple):
     """The grade of a response.
 
-    reward: 1.0 or 0.0, or the value of a custom reward, a finite float32
+    reward: 1.0 or 0.0; a custom reward may return any finite float32
     reason: one of REASONS
     answer: the extracted answer; None if there is none"""
     reward: float
@@ -88,7 +87,7 @@ class Reply(NamedTuple):
 
     text: the text to append to the response, before the policy's next turn. None ends the response.
     reward: the reward of the response, in place of its grade. None: the response is graded as usual.
-    done: True ends the response; `text` is then not appended.
+    done: True ends the response without appending `text`.
 
     An environment's function may also return a str for Reply(text), None for Reply(), or a tuple for
     Reply(*tuple)."""
@@ -97,9 +96,9 @@ class Reply(NamedTuple):
     done: bool = False
 
 
-# math-verify's parser (ANTLR) builds tables when it first parses a kind of expression. This can take seconds,
-# so a right answer could time out. So the server compares these pairs (answer=gold) before it forks the
-# workers. The workers inherit the tables.
+# math-verify's parser builds tables when it first parses a kind of expression. Building can take seconds, so
+# a right answer could time out. Therefore the server compares these pairs (answer=gold) before it forks the
+# workers, which inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -125,7 +124,7 @@ _modules = {}  # folder of a user's file -> {name: module} of the modules import
 
 
 def _outcome(what, *arguments):
-    """Carries out a Request. For "compare" and "score", returns the reward and "correct" or "wrong". For
+    """Carry out a Request. For "compare" and "score", returns the reward and "correct" or "wrong". For
     "reply", returns the environment's Reply and "replied"."""
     if what == "reply":
         return _reply(*arguments), "replied"
@@ -165,14 +164,14 @@ def _call(spec, *arguments):
 
 @contextmanager
 def _modules_beside(spec):
-    """Context in which a user's file can import modules from its own folder. spec: "FILE.py:FUNCTION".
+    """Context manager. Inside it, a user's file can import modules from its own folder. spec:
+    "FILE.py:FUNCTION".
 
-    On entry, the folder is put first in sys.path. On exit, the modules of the folder are moved from
-    sys.modules to `_modules`, because the folder of another user's file may have modules of the same names.
-    The next entry puts them back into sys.modules.
+    On exit, the modules of the folder are moved from sys.modules to `_modules`, because the folder of another
+    user's file may have modules of the same names. The next entry puts them back into sys.modules.
 
-    A module belongs to the folder if the folder has a file with the module's name. The attribute __file__ is
-    not read, because reading an attribute of a lazy module such as torch.classes raises an error."""
+    A module belongs to the folder if the folder has a file with the module's name. Reading __file__ instead
+    would raise an error for lazy modules such as torch.classes."""
     folder = os.path.dirname(spec)
     before = set(sys.modules)
     sys.path.insert(0, folder)
@@ -196,16 +195,16 @@ def _take_modules(names, among):
 
 
 def _grade_chunk(requests, deadline):
-    """Returns 1. an outcome for each request: (reward or Reply, reason, error message or None); 2. the mean
-    seconds of a request. A timeout or a crash ends this process instead.
+    """Returns the outcome of each request, (reward or Reply, reason, error message or None), and the mean
+    seconds of a request. A timeout or a crash ends this process.
 
-    The requests of a chunk share the deadline of one answer in equal parts. After a timeout, the Grader sends
-    each request again in a chunk of its own.
+    Each of the n requests gets deadline / n. After a timeout, the Grader sends each request again in a chunk
+    of its own, so a slow request finally gets the whole deadline.
     """
     outcomes, start = [], time.monotonic()
     for request in requests:
-        # When this much CPU time is used, the kernel sends SIGPROF. SIGPROF has no handler, so the signal
-        # ends the process even in C code.
+        # When this CPU time is used up, the kernel sends SIGPROF. SIGPROF has no handler, so SIGPROF ends the
+        # process even in C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
             outcomes.append((*_outcome(*request), None))
@@ -217,8 +216,8 @@ def _grade_chunk(requests, deadline):
 
 def _init_worker():
     """Make this worker easy to kill, and limit its memory."""
-    # pebble's handler of SIGTERM would wait until the current C code returns, for example that of 9**9**9.
-    # The default action of SIGTERM ends the process at once.
+    # pebble's handler of SIGTERM would wait until the current C code returns, for example in 9**9**9. The
+    # default action ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: if the server ends, kill this process
@@ -230,8 +229,8 @@ def _init_worker():
 
 
 # --- in the server
-# stdin has a JSON line [chunk number, requests] for each chunk.
-# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk.
+# stdin brings a JSON line [chunk number, requests] for each chunk.
+# stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk.
 
 
 def _import_function(spec):
@@ -247,7 +246,7 @@ def _import_function(spec):
 
 def _warm():
     """Import math-verify and compare the pairs of WARM, so that its parser builds its tables."""
-    # Hides math-verify's warning that its own timeouts are off.
+    # Hide math-verify's warning that its own timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
@@ -255,9 +254,9 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. A user's function may end it with any status. pebble ignores status 0, and then the
-    request would time out. So a planned end has the status ENDED, which pebble sees as 0. pebble sees every
-    other status as text, such as "0"."""
+    """A worker process. A user's function may end the process with status 0. pebble takes status 0 for a
+    planned end, so the request would time out. So a planned end has the status ENDED, which pebble sees as 0.
+    pebble sees every other status as text, such as "0"."""
 
     def run(self):
         super().run()
@@ -276,14 +275,14 @@ def _die():
 
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
-    # stdin may stay open after the trainer has ended, because another child of the trainer holds the pipe.
+    # The end of stdin is not enough: another child of the trainer may hold the pipe open.
     while os.getppid() == parent:
         time.sleep(0.5)
     _die()
 
 
 def _dispatch(requests, replies, workers, deadline):
-    """Read chunks from the pipe `requests`, give each to a worker, and write its outcomes to the pipe
+    """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
     `replies`. Returns when `requests` closes or the pool breaks.
 
     If the worker died or timed out in a chunk of several requests, the outcomes are None.
@@ -321,7 +320,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
     has ended, or when the pool breaks.
 
-    functions: users' functions, "FILE.py:FUNCTION". compares: whether requests of type "compare" come."""
+    functions: users' functions, "FILE.py:FUNCTION"
+    compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
@@ -331,8 +331,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     _functions.update((spec, _import_function(spec)) for spec in functions)
     if compares:
         _warm()
-    # Workers share memory pages with the server until they write to them. Garbage collection writes to all
-    # objects, so it would copy all pages. gc.freeze exempts the objects that exist now.
+    # A worker shares memory pages with the server until the worker writes to them. Garbage collection writes
+    # to all objects, so all pages would be copied. gc.freeze exempts the objects that exist now.
     gc.freeze()
     _dispatch(requests, replies, workers, deadline)
     _die()
@@ -346,20 +346,18 @@ class Grader(AbstractContextManager):
     thread-safe.
 
     workers     number of worker processes
-    deadline    CPU seconds for one answer, and at most WALL times as many seconds of wall time. The wait in
-                the queue does not count.
+    deadline    CPU seconds for one answer; its wall time may be WALL times as long. The wait in the queue
+                does not count.
     customs     users' reward functions ("path/to/file.py:function") that `submit` may name. A worker calls
                 function(response, gold answer, kind) -> float in place of a comparison. A response that was
                 cut by length gets reward 0 without a call.
-    compares    whether `submit` compares answers; if False, the server does not import math-verify.
+    compares    whether `submit` compares answers; if False, the server does not import math-verify
     env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
-                the same deadline. The function may be called twice for one turn: if one request of a chunk
-                kills the worker, all requests of the chunk are sent again. So the function's result must
-                depend only on its arguments.
+                the same deadline. The result must depend only on the arguments, because the function may be
+                called twice for one turn.
 
     Raises UserError if a function does not exist. If grading raises an error, the reward is 0 and the reason
-    "error"; `errors` keeps the first message of each type of error. If there are users' functions, the
-    server starts at once. Otherwise it starts at the first answer that needs a worker.
+    is "error". `errors` keeps the first message of each type of error.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -375,7 +373,7 @@ class Grader(AbstractContextManager):
         self._told = 0  # number of messages in `errors` that new_errors has already returned
         self._grades = {}  # key -> Grade or Reply: the next return value of `results`
         self._cache = {}  # request -> Grade
-        self._pending = {}  # open request -> [(key, extracted answer), ...]; equal requests are sent once
+        self._pending = {}  # open request -> [(key, extracted answer), ...]
         self._waiting = []  # requests that are not yet in a chunk
         self._size = 1  # number of requests in the next chunk, chosen so that a chunk takes about 0.1 s
         self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
@@ -390,8 +388,7 @@ class Grader(AbstractContextManager):
 
         key: the key of the response's grade in `results`
         stopped: whether the response ended with EOS or a stop string; if False, it was cut by length
-        custom: one of `customs`, which then grades the response. The answer is extracted too, because
-            maj@n needs it."""
+        custom: one of `customs`, which grades the response in place of a comparison"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -425,7 +422,7 @@ class Grader(AbstractContextManager):
         return Grade(float(equal), "correct" if equal else "wrong", answer)
 
     def _queue(self, key, request, answer=None):
-        """Queue a request under `key`. If an equal request is open, its result is used for both keys."""
+        """Queue a request under `key`. Equal requests are sent once."""
         if self._process is None:
             self._start()
         keys = self._pending.setdefault(request, [])
@@ -467,11 +464,11 @@ class Grader(AbstractContextManager):
         self.close()
 
     def _start(self):
-        """Start a server. First ends the old server, if there is one. The chunks that the old server has not
+        """End the old server, if there is one, and start a new server. The chunks that the old server has not
         answered are sent to the new server."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
-        # bufsize=0: no byte waits in a Python buffer, where `poll` would not see it. start_new_session=True:
+        # bufsize=0, because `poll` does not see bytes in a Python buffer. start_new_session=True, so that
         # ctrl-C does not reach the server.
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -484,10 +481,10 @@ class Grader(AbstractContextManager):
             self._send(requests)
 
     def _send(self, requests):
-        """Put the requests into `_unsent` as one chunk. `_exchange` writes them to the server."""
+        """Put the requests into `_unsent` as one chunk, for `_exchange` to write."""
         self._count += 1
         self._chunks[self._count] = requests
-        # json.dumps writes ASCII only, so a response may contain NULs and lone surrogates.
+        # json.dumps writes ASCII, so a response may contain NULs and lone surrogates.
         self._unsent += json.dumps([self._count, requests]).encode() + b"\n"
 
     def _send_waiting(self):
@@ -496,8 +493,8 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write requests to the server's pipe, and read replies from it. Waits at most `seconds` until the
-        pipe can be written or read. Returns False if neither happened: the server is too slow or dead."""
+        """Write requests to the server, and read its replies. Waits at most `seconds` until one of the two is
+        possible. Returns False if neither happened, because the server is too slow or dead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files
         poll.register(stdout, select.POLLIN)
@@ -515,11 +512,11 @@ class Grader(AbstractContextManager):
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        """Store the outcomes of a chunk. chunk: its number. outcomes: None if the worker died or timed out.
-        seconds: mean time of one request."""
+        """Store the outcomes of the chunk with number `chunk`. seconds: mean time of one request. If the
+        outcomes are None, the worker died or timed out, and each request is sent again in a chunk of its own,
+        so that only the request that killed the worker fails."""
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
-        # Send each request again on its own, so that only the request that killed the worker fails.
         if outcomes is None:
             for request in requests:
                 self._send([request])
@@ -528,7 +525,7 @@ class Grader(AbstractContextManager):
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade
-            # Errors and timeouts are not cached, because the machine may have caused them.
+            # Errors and timeouts are not cached, because a busy machine may have caused them.
             if request[0] == "compare" and not error and reason != "timeout":
                 self._cache[request] = grade
             if error:

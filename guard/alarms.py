@@ -18,8 +18,8 @@ SOLVED = 0.9  # from this mean reward on, low entropy, short responses and unifo
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
 # Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` contains
-# the mean of each metric, from `active_alarms`. A metric that the run does not log is NaN. Comparisons with
-# NaN are false, so an alarm that needs this metric is not active.
+# the mean of each metric over the last MEAN_STEPS steps. A metric that the run does not log is NaN, and
+# comparisons with NaN are false.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
@@ -80,9 +80,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Returns the texts of the alarms to print after the last step of `history`: those that are active now
-    and were inactive in all of the QUIET_STEPS steps before. The result depends on `history` alone, so a
-    resumed run prints the same alarms as an uninterrupted run."""
+    """Returns the texts of the alarms to print after the last step of `history`: alarms that are active now
+    and were inactive in all of the QUIET_STEPS steps before."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

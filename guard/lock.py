@@ -21,9 +21,9 @@ class FolderLock:
     """A lock file in a run's folder. The file names its owner: the host and the process of a run. The owner
     has a heartbeat: a thread that renews the file's modification time every HEARTBEAT seconds.
 
-    Another run takes over the lock in two cases: the owner ran on the same host and is dead, or the owner ran
-    on another host and its heartbeat has stopped. A kernel lock (flock) can't replace the file: on NFS, the
-    kernel lock of a host that has crashed is never released."""
+    Another run takes over the lock if the owner ran on the same host and is dead, or if the owner ran on
+    another host and its heartbeat has stopped. flock is no alternative: on NFS, the flock of a crashed host
+    is never released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
@@ -33,7 +33,7 @@ class FolderLock:
 
     def claim(self) -> None:
         """Make the folder and take its lock. If a run on another host owns the lock, waits up to DEAD seconds
-        for its heartbeat. Raises UserError if another run uses the folder, and OSError if the disk fails."""
+        for a heartbeat. Raises UserError if another run uses the folder, and OSError if the disk fails."""
         folder = self.file.parent
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,8 +58,8 @@ class FolderLock:
         """Stop the heartbeat. If this run still owns the lock, remove the lock, and then the empty folders
         that `claim` made."""
         self.ended.set()
-        # If the disk has failed, the lock file stays. Its heartbeat has stopped, so another run can take over
-        # the lock.
+        # After an error of the disk the lock file stays. Another run can take over the lock, because the
+        # heartbeat has stopped.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -67,21 +67,20 @@ class FolderLock:
                     folder.rmdir()  # raises OSError if the folder is not empty
 
     def owner(self) -> dict[str, Any]:
-        """Returns the content of the lock file; {} if it does not exist or can't be read."""
+        """Returns the content of the lock file; {} if the file can't be read."""
         try:
             return json.loads(self.file.read_text())
         except (OSError, ValueError):
             return {}
 
     def _is_alive(self, owner):
-        """Returns whether the owner of the lock is alive. An owner on the same host is alive if its process
-        exists. An owner on another host is alive if it renews the lock file while this function waits, at
-        most DEAD seconds."""
+        """Returns whether the owner of the lock is alive. For an owner on another host, waits up to DEAD
+        seconds for a heartbeat."""
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        # The clocks of two hosts may differ, so the age of the last heartbeat is measured with the file
-        # server's clock. This line sets the folder's modification time to the server's current time.
+        # The clocks of two hosts may differ. So the age of the last heartbeat is measured with the clock of
+        # the file server: utime sets the folder's modification time to the server's time.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
@@ -115,17 +114,16 @@ class FolderLock:
 
 
 def _system():
-    """Returns a text that identifies the booted kernel and the process namespace. Where this text is the
-    same, a pid means the same process. A host name is not enough: two hosts may have the same name, and each
-    container of a host has its own pids."""
+    """Returns a text that identifies the booted kernel and the process namespace. A pid is unique only within
+    this system: two hosts may have the same name, and each container has its own pids."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid` as text; "" if there is no such process. A later process with
-    the same pid has another start time."""
+    """Returns the start time of process `pid` as text; "" if there is no such process. It distinguishes
+    processes that have had the same pid."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

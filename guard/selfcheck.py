@@ -35,7 +35,7 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the weights of the policy. Returns a line of text: how closely engine and trainer
+    """Run `selfcheck` with the weights of the policy. Returns a line that says how closely engine and trainer
     agree. Raises UserError if they disagree."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
@@ -46,7 +46,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     with dist.phase("selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # resets the timers: the self-check's seconds are not part of the first step
+    dist.phase_seconds()  # reset the timers, because the self-check is not part of the first step
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
                 "a fix of the cause, or --no-selfcheck to train anyway")
@@ -55,8 +55,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
     """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four prompts are problems of the data. The
-    fifth prompt has 300 tokens, or fewer if the run's samples are shorter. 300 tokens fill at least one block
-    of vLLM's prefix cache (16 tokens on GPUs, 128 on CPUs)."""
+    fifth prompt has up to 300 tokens, so that it fills a block of vLLM's prefix cache (16 tokens on GPUs, 128
+    on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -67,8 +67,8 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
     """Returns a description of the first disagreement between engine and trainer, or "". Also returns the
-    gap: the mean of |engine's log-prob - trainer's log-prob| over tokens, in nats. The gap is measured in
-    stages 1, 2 and 4, and the largest of the three is returned.
+    largest gap of stages 1, 2 and 4: the mean of |engine's log-prob - trainer's log-prob| over tokens, in
+    nats.
 
     There are four stages. In each stage the engine answers the prompts (prompt_id -> tokens) twice: once
     greedily, and once by sampling.
@@ -83,7 +83,7 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
     weights are halved. `weights()` returns the weights for `Engine.awake`.
 
     A disagreement does not end the self-check, because the ranks of one engine must go through all stages
-    together. The self-check uses its own random stream, so it does not change the run."""
+    together."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:

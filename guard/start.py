@@ -53,12 +53,12 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """Returns 1. the run's folder as an absolute path; 2. the folder's lock, which rank 0 holds.
+    """Returns the run's folder as an absolute path, and the folder's lock, which rank 0 holds.
 
     main: whether this is rank 0
 
-    Raises UserError if two ranks run different programs, if a rank can't see the folder or can't write to it,
-    if another run uses the folder, or if torz does not support the model family."""
+    Raises UserError if two ranks run different programs, if a rank can't write to the folder, if another run
+    uses the folder, or if torz does not support the model family."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -67,7 +67,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Raises UserError for an unknown model family. This check must come before a tokenizer is read.
+        # Refuse an unknown model family before its tokenizer is read.
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -78,8 +78,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
     """Make the run's folder and take its lock.
 
-    Raises UserError if another run uses the folder, if the folder can't be written to, if the folder is not
-    empty although --resume is never, or if the folder contains files that this run would overwrite."""
+    Raises UserError if another run uses the folder, if the folder can't be written to, if it is not empty
+    with --resume never, or if it contains files of the user that this run would overwrite."""
     folder = lock.file.parent
     try:
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -89,7 +89,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
-        # Raises UserError if the export at the end of training could not be written.
+        # Without this check, the export could fail at the end of the run.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
@@ -98,15 +98,15 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                         "folder") from None
 
 
-# Names of the files and folders that a run writes. A run overwrites them only in the folder of an earlier run
-# (`is_run`).
+# Names of the files and folders that a run writes. A run overwrites these files only in the folder of an
+# earlier run (`is_run`).
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
            "nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether an earlier run has written to this folder: it contains the lock of a killed run, a
-    config.json of torz, or a complete checkpoint."""
+    """Returns whether an earlier run has written to this folder: the folder contains the lock of a killed
+    run, a config.json of torz, or a complete checkpoint."""
     with suppress(OSError, ValueError):
         if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
             return True
@@ -114,8 +114,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if this host has another folder at this
-    path than the host of rank 0. owner: the content of the lock file that rank 0 has written."""
+    """Raises UserError if this rank can't write to the folder, or if the folder of rank 0 is another folder
+    at the same path. owner: the content of the lock file that rank 0 has written."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
@@ -129,9 +129,9 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
-    verb: used in the message. With "reads": "not every rank reads what rank 0 reads"
+    verb: "reads" gives the message "not every rank reads what rank 0 reads"
     facts: name -> text, for example the hash of a file
-    needed: what the user should do, for the message"""
+    needed: end of the message: what the user should do"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
     other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
@@ -140,11 +140,11 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
 
 def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt.Facts:
-    """Returns name -> value of everything that a resumed run must read again, possibly at other paths.
+    """Returns name -> value for the data and model files that must be the same when a run resumes, although
+    their paths may change.
 
-    A resumed run takes the weights of policy and critic from the checkpoint, so the folders' weights may
-    differ. The reference's weights may not differ, unless the checkpoint has them, too. Their checksums cover
-    every byte, so one changed weight is noticed. Reading takes 0.33 s a GB."""
+    A resumed run takes the weights of policy and critic from the checkpoint. So of the weights' files, only
+    those of the reference must be the same, and only if the checkpoint does not contain them."""
     facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
              | ckpt.model_facts(cfg.model, tokenizer))
     if cfg.algo == "ppo":
@@ -155,19 +155,16 @@ def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt
 
 
 def read_files(cfg: Config, held_out: Sets) -> dict[str, str]:
-    """Returns facts that all ranks must share, but that may change when a run resumes: the fingerprints of
-    the evaluation sets and of the model folders. A folder's fingerprint covers a sample of its bytes. This is
-    enough to compare machines, because weights of another training differ everywhere."""
+    """Returns facts that must be the same on all ranks, but may change when a run resumes: the fingerprints
+    of the evaluation sets and of the model folders."""
     return ({f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
             | {path: folder_fingerprint(path) for path in (cfg.model, cfg.critic_model) if path})
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
     """Returns the config with the date that the prompts contain, and fixes this date in the tokenizer's chat
-    template. The date is --date, or `earlier` (the date of the checkpoint), or today's date on rank 0. It is
-    "" if the chat template does not print today's date. All ranks must call this function together.
-
-    Raises UserError if --date is given and has no effect."""
+    template. The date is --date, or `earlier` (the checkpoint's date), or today on rank 0. The date is "" if
+    the chat template prints no date. A collective. Raises UserError if --date has no effect."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -178,31 +175,31 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Returns the name and a hash of a complete checkpoint, as text; "none" if `path` is None. The hash is
-    needed because machines with separate disks may have different checkpoints at the same path."""
+    """Returns the name and a hash of a complete checkpoint; "none" if `path` is None. The hash differs if two
+    machines have different checkpoints at the same path."""
     if path is None:
         return "none"
     return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
 
 
 def program(cfg: Config) -> dict[str, str]:
-    """Returns the facts for `check_same` about the program: the versions of the packages, and the hashes of
-    the code, the config and the reward files."""
+    """Returns the facts for `check_same` about the program: versions of the packages, and hashes of the code,
+    the config and the reward files."""
     return ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())} | reward_files(cfg)
 
 
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless the disk of `folder` has `needed` bytes for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    # The run deletes its old checkpoints when it saves new ones, so their bytes count as free.
+    # The run will delete its old checkpoints, so their bytes count as free.
     free = shutil.disk_usage(folder).free + used
     require(free >= needed, f"only {gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)} there, a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns 1. the shape of the policy; 2. the shape of the model that the critic starts from. Raises
-    UserError if a model can't be read or its family is unknown."""
+    """Returns the shapes of the policy and of the model that the critic starts from. Raises UserError if a
+    model can't be read or its family is unknown."""
     return [plan.shape_of(load_config(path).to_dict(), path)
             for path in (cfg.model, cfg.critic_model or cfg.model)]
 
@@ -221,8 +218,8 @@ def check_critic(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError if --keep_best matches no metric. It may name a metric of an evaluation set, or a
-    training metric for which higher is better. held_out: names of the evaluation sets."""
+    """Raises UserError if --keep_best matches no metric of an evaluation set and none of reward, score and
+    pass@n. held_out: names of the evaluation sets."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
@@ -234,8 +231,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, the same on every rank. The Case has the memory of the smallest device
-    and of the smallest host. problems: number of prompts of an epoch; 0 if unknown."""
+    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host. A
+    collective. problems: number of prompts of an epoch; 0 if unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
@@ -259,7 +256,7 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # a data set with more gold answers is checked by a random sample of this size
+GOLD_SAMPLE = 2_000  # of a data set with more gold answers, a random sample of this size is checked
 GOLD_LIMIT = 0.01  # a run starts if at most this share of the checked gold answers can't be graded
 
 
@@ -268,8 +265,7 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
     """Print how many gold answers of the data set `name` can't be graded, and show the first five of them.
 
     Raises UserError if more than GOLD_LIMIT of the checked gold answers can't be graded, unless `refuse` is
-    False or --go is given. Each rank checks a part of the gold answers. A data set whose only grader is a
-    custom reward is not checked."""
+    False or --go is given. Problems that only a custom reward grades are not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -285,17 +281,17 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns the `indices` of problems whose gold answers can't be graded. Such a gold answer is empty, too
-    long, or not a letter in a problem of kind "choice". Or it is of kind "math", and its comparison with a
-    wrong answer raises an error or times out."""
+    """Returns the `indices` of problems whose gold answers can't be graded. Such a gold answer is empty or
+    too long, or is not a letter although the kind is "choice". Or the kind is "math", and the comparison with
+    a wrong answer raises an error or times out."""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # Submit a wrong answer. Then math-verify parses the gold answer, unless quick_grade can decide. A
-            # right answer may have the same text as the gold answer, and equal texts are not parsed.
+            # Submit a wrong answer, so that math-verify must parse the gold answer. math-verify would not
+            # parse a gold answer that is equal to the submitted text.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -306,11 +302,10 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
 
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError for a part of --reward that can't work. A part is a term of the reward sum that is no
-    grader:
+    """Raises UserError for a part of --reward that can't work:
 
         format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
-        length          compares the samples of a prompt, so one step needs several samples of each prompt"""
+        length          compares the samples of a prompt, so a step needs several samples of each prompt"""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and each prompt has only one (--samples_per_prompt 1)",
@@ -337,7 +332,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     unless --go is given.
 
     batch, samples: the prompts of the step, and this rank's graded responses
-    errors: messages of the errors in this rank's grader"""
+    errors: messages of errors in this rank's grader"""
     if dist.stop_requested():
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
@@ -371,7 +366,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
 
 
 def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
-    """Returns three lines of text: a prompt, its response, and the grade of the response. Long texts are
+    """Returns three lines: a prompt, its response, and the grade of the response. Long texts are
     shortened."""
     return (f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
             f"response  {shorten(s.text, 400) or '(empty)'}\n"

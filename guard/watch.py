@@ -19,9 +19,9 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that ends this process if the run stalls. A run stalls if a phase takes longer than
-    `limit` seconds on any rank. The thread prints the stacks of this process, so the output of all ranks
-    shows the cause. Then the thread ends the process with status 1, so torchrun can restart the run."""
+    """Start a thread that ends this process if the run stalls: a phase takes longer than `limit` seconds on
+    any rank. The thread first prints the stacks of this process. The exit status is 1, so torchrun can
+    restart the run."""
     if CURRENT.limit:  # an earlier run in this process has started the thread
         return
     CURRENT.limit = limit
@@ -36,7 +36,7 @@ def watch(limit: float) -> None:
             if who:
                 print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
                              f"this rank is in phase {CURRENT.name}; its stacks:")
-                time.sleep(3 * every)  # gives the other ranks time to print their stacks
+                time.sleep(3 * every)  # the other ranks need time to print their stacks
                 os._exit(1)
 
     thread = threading.Thread(target=look, daemon=True, name="watch")
@@ -46,14 +46,14 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # Python kills daemon threads at exit. If this thread is then in the store's C++ code, the process aborts.
-    # So `end` stops the thread first.
+    # At exit, Python kills daemon threads. If this thread were in the store's C++ code, the process would
+    # abort.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns which rank has stalled, as text: "rank 3 on HOST in phase rollout". Returns "" if no rank has
-    stalled. If this rank has stalled, writes this text to the store, for the other ranks."""
+    """Returns which rank has stalled: "rank 3 on HOST in phase rollout". Returns "" if no rank has stalled.
+    If this rank has stalled, tells the other ranks through the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -63,7 +63,7 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 def print_stacks(head: str) -> None:
     """Print `head` and the stack of each thread of this process, innermost call first. Each line starts with
-    the rank. Each line is written with one call, so the lines of several ranks do not mix."""
+    the rank, and is written with one call, so that lines of several ranks do not mix."""
     with tempfile.TemporaryFile("w+") as file:
         # faulthandler reads no source files, so it works even if a disk hangs.
         faulthandler.dump_traceback(file)
@@ -75,18 +75,18 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Context in which SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
-    (dist.stop_requested). The process ends with status 1 at a second ctrl-C. It also ends with status 1 if it
-    is still in the context `grace` seconds after the first signal."""
+    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
+    (dist.stop_requested). The process ends with status 1 at a second ctrl-C, or if it is still inside `grace`
+    seconds after the first signal."""
     ended = threading.Event()
 
-    # A second signal may interrupt this handler and call it again. If the handler took a lock, the second
-    # call would wait forever for the first call. So the handler takes no lock.
+    # A second signal may interrupt this handler and call it again. So the handler must not take a lock: the
+    # second call would wait for the first call for ever.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
-        # torchrun sends the first ctrl-C twice. So a second ctrl-C counts only if it comes two seconds later.
+        # torchrun repeats the first ctrl-C, so a ctrl-C within two seconds of the first is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 

@@ -3,9 +3,7 @@
     python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
     torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
 
-rollout.score_sets samples and grades the responses; training evaluates with the same function. This file has
-the statistics (`std_error`, `summary`, `paired_differences`), the command line, and the code that writes
-tables, scores.json and samples.jsonl.
+rollout.score_sets samples and grades the responses, as in the evaluations of a training run.
 """
 
 import functools
@@ -64,23 +62,21 @@ from rollout import (
 
 
 def std_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of n values, one value per problem: their standard deviation
-    (with n - 1 in its denominator) divided by √n. Returns None for fewer than two values.
+    """Returns the standard error of the mean of n values, one value per problem; None if n < 2.
 
-    If each value is the difference between two models on a problem, this is the paired standard error
+    If each value is the difference between two models on a problem, the result is the paired standard error
     (arXiv 2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _estimates(metrics):
-    """Returns metric -> its mean ("value") and standard error ("stderr"). metrics: metric -> one value per
+    """Returns metric -> mean ("value") and standard error ("stderr"). metrics: metric -> one value per
     problem."""
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns a dict for each evaluation set: its file, the hash and the number of its problems, the number
-    of samples per problem, and the value and standard error of each metric."""
+    """Returns name of an evaluation set -> the entries that scores.json has for the set."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -89,14 +85,14 @@ def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
 
 def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
                        first_scores: Scores) -> dict[str, Any]:
-    """Returns for each evaluation set a model's metrics minus the first model's metrics, with paired
+    """Returns, for each evaluation set, a model's metrics minus the first model's metrics, with paired
     standard errors.
 
     sets, scores: problems and scores of the model
     first_sets, first_scores: problems and scores of the first model
 
-    Only problems that both models have are compared. A problem is left out for a model if its prompt is
-    longer than the model allows."""
+    A model has no score for a problem whose prompt is too long in the model's tokens. Only problems that both
+    models have are compared."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
@@ -121,7 +117,7 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines of a table: for each evaluation set and model the avg@n, and its difference from the
+    """Returns the lines of a table: for each evaluation set and model, the avg@n and the difference from the
     first model's avg@n. results: the content of each model's scores.json."""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
@@ -173,11 +169,10 @@ new or empty.
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line. ABOUT has the syntax.
+    """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
+    arguments and for flags that only training uses.
 
-    With --template chat and without --stop, there are no stop strings, so only the end token stops a
-    response. Raises UserError for wrong arguments and for flags that only training uses. --help prints the
-    flags and exits with status 0."""
+    With --template chat, only the end token stops a response, unless --stop is given."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -190,8 +185,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
             "each model once")
-    # The preset orz-7b limits prompt plus response to 8192 tokens. A user's --max_response_len may be larger,
-    # so --max_model_len 0 removes this limit.
+    # The preset orz-7b limits prompt plus response to 8192 tokens. --max_model_len 0 removes this limit.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
     for name in given:
@@ -214,8 +208,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward names exactly one grader for each row. An evaluation reports only the
-    grader's value, so weights and further reward parts would have no effect."""
+    """Raises UserError unless --reward names exactly one grader for each row, without a weight. Weights and
+    further reward parts would have no effect on an evaluation."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -227,8 +221,8 @@ def check_reward(cfg: Config) -> None:
 
 
 def model_name(path: str) -> str:
-    """Returns the name of a model's result folder: the model's path with `--` in place of `/`. The path is
-    relative if the model is inside the working folder, else absolute."""
+    """Returns the name of a model's result folder: the model's path with `--` in place of `/`. The path of a
+    model inside the working folder is made relative."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
     return inside.strip("/").replace("/", "--")
 
@@ -257,7 +251,7 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A model to evaluate, without its weights. `evaluate_all` reads the weights."""
+    """A model to evaluate, without its weights."""
 
     cfg: Config  # cfg.model is the model as the user named it: a folder or an id of the Hub
     path: str  # the model's folder on the disk
@@ -277,8 +271,7 @@ def load_candidate(cfg: Config, say: Say) -> Candidate:
 
 
 def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
-    """Returns the part of scores.json that says how a model is evaluated: model, tokenizer, flags and
-    versions."""
+    """Returns the entries of scores.json that say how a model is evaluated."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
@@ -295,7 +288,7 @@ def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
     """Raises UserError if the engine can't run one of the models, or if vLLM can't run all models in one
-    process. To be called before the first model is evaluated."""
+    process."""
     first = candidates[0]
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
@@ -308,8 +301,8 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
                  world: dist.World, say: Say) -> None:
-    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model, and a
-    comparison of the models at the end.
+    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model, and prints
+    a comparison of the models at the end.
 
     Consecutive models with the same engine_key use one engine. An engine is freed before the next engine is
     made, because a GPU may not have memory for two."""

@@ -3,10 +3,9 @@
     python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
     python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
 
-Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of its
-runs, and a band from the lowest to the highest run. The report reads only the files of the run's folder. So
-it works during a run and after a crash. The HTML page is one file and needs no network. All texts in the page
-are escaped, because a response may contain HTML.
+Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of the
+runs, and a band from the lowest to the highest run. The command works during a run and after a crash, because
+it reads only the files of the run's folder.
 """
 
 import argparse
@@ -29,8 +28,7 @@ from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
-    """Returns the names of the metrics in `rows` that match the whole regular expression `pattern`. They are
-    in the order of their first appearance."""
+    """Returns the names of the metrics in `rows` that match the regular expression `pattern`."""
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
@@ -45,8 +43,8 @@ def _read_json(path):
 
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Returns name of a recipe -> its runs. Runs of a recipe have the same config.json, except for the values
-    of `seed` and `out`. A run without config.json is a recipe of its own."""
+    """Returns name of a recipe -> its runs. The config.json of two runs of a recipe differ only in `seed` and
+    `out`. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
         config = _read_json(run / "config.json") or {"run": str(run)}
@@ -58,8 +56,8 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 
 # --- curves
 
-# The panels of a plot of one recipe. Columns: title of the panel; regular expression for its metrics; scale
-# of its axis. A panel has a line for each metric.
+# The panels of a plot of one recipe. Columns: title of the panel; regular expression for the metrics; scale
+# of the axis. A panel has a line for each metric.
 PANELS = [re.split("  +", row) for row in r"""
 reward                                reward                               share
 held-out accuracy                     eval/.+/avg@\d+                      share
@@ -73,16 +71,15 @@ reflections (a response)              reflections                          share
 tokens a second                       tokens_per_s                         linear
 seconds a step        time/(step|rollout|critic|policy|eval|wait|sync)     linear
 """.strip().splitlines()]
-# A plot of several recipes has a panel for each metric that matches. A panel has a line for each recipe.
+# A plot of several recipes has a panel for each metric that matches COMPARED, with a line for each recipe.
 COMPARED = (r"reward|eval/.+/avg@\d+|response_len|truncated|entropy|grad_norm/policy|logp_gap/mean|"
             "explained_variance|reflections|tokens_per_s|time/step")
 
 
 def _draw(figure, title, lines, scale):
-    """Draw a panel of a plot. lines: label -> list of curves, one for each run. A curve is step -> value.
-
-    Each line shows the mean of its curves, at the steps where all runs have a value. A band shows the range
-    from the lowest to the highest run."""
+    """Draw a panel of a plot. lines: label of a line -> the curves (step -> value) of its runs. A line shows
+    the mean of the runs, at the steps where all runs have a value. A band shows the range from the lowest to
+    the highest run."""
     axis = figure.add_subplot(xlabel="step")
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))
@@ -92,10 +89,10 @@ def _draw(figure, title, lines, scale):
                           alpha=0.2, linewidth=0)
     if scale == "log":
         axis.set_yscale("log")
-    elif scale == "variance":  # a new critic has values far below -1; they are not shown
+    elif scale == "variance":  # cuts off the values of a new critic, which are far below -1
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
-        axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes the range from 0 to 1
+        axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes 0 and 1
     figure.suptitle(title, fontsize=12)
     if len(lines) > 1:
         columns = max(1, 52 // (max(map(len, axis.get_legend_handles_labels()[1])) + 5))
@@ -105,7 +102,7 @@ def _draw(figure, title, lines, scale):
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
-    """Draw the curves of the runs and write the picture to the file `to`. Raises OSError if it can't be
+    """Draw the curves of the runs and write the picture to the file `to`. Raises OSError if the file can't be
     written, and ValueError for an unknown type of picture."""
     from matplotlib.figure import Figure
 
@@ -167,8 +164,8 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """Returns the summary of a run as text: its `facts`; three held-out problems, each with a response of the
-    base model and one of the trained model; the last five alarms; the paths of the run's files."""
+    """Returns the summary of a run as text: the `facts`, three held-out problems with responses of the base
+    model and of the trained model, the last five alarms, and the paths of the run's files."""
     lines = [compare([run])]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
@@ -205,7 +202,8 @@ SHOWN_PROMPTS = 8  # number of prompts that the page shows for a step
 
 
 def _fill(template, values):
-    """Returns the template with values[name], escaped for HTML, in place of each $name."""
+    """Returns the template with values[name] in place of each $name. The values are escaped, because a
+    response may contain HTML."""
     return Template(template).substitute({name: escape(str(value)) for name, value in values.items()})
 
 
@@ -216,13 +214,15 @@ def _table(rows):
 
 
 def _fold(title, html, opened=False):
-    """Returns `html` as a section that opens at a click on its title. opened: whether it is open at first."""
+    """Returns `html` as a section that opens at a click on the title. opened: whether the section is open at
+    first."""
     return f"<details{' open' * opened}><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _samples(run, kind):
-    """Returns the responses of up to six steps as HTML, the newest step first. kind: "samples" or "eval", the
-    folder with the responses. For each prompt, its first right and its first wrong response are shown."""
+    """Returns the responses of up to six steps as HTML, the newest step first. Of each prompt, the first
+    right and the first wrong response are shown. kind: the folder with the responses, "samples" or "eval".
+    """
     files, html = sorted((run / kind).glob("step_*.jsonl")), ""
     for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
         cards = {}
@@ -236,8 +236,7 @@ def _samples(run, kind):
 
 
 def _metrics(rows):
-    """Returns an HTML table with a line for each metric: its name, and its first, last, lowest and highest
-    value."""
+    """Returns an HTML table with the first, last, lowest and highest value of each metric."""
     table = [["metric", "first", "last", "lowest", "highest"]]
     for key in _keys_of(rows, "(?!step$).+"):
         values = list(_curve(rows, key).values())
@@ -246,7 +245,7 @@ def _metrics(rows):
 
 
 def write_report(run: Path) -> None:
-    """Write plot.png and report.html into the folder of a run. Raises OSError if they can't be written."""
+    """Write plot.png and report.html into the folder of a run. Raises OSError."""
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [(f"step {alarm['step']}", alarm["text"]) for alarm in read_jsonl(run / "alarms.jsonl")]
@@ -266,7 +265,7 @@ def write_report(run: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command. A user's mistake ends it with a message of one line."""
+    """Run the command."""
     parser = argparse.ArgumentParser("tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
     parser.add_argument("--out", type=Path, help="picture of several runs (compare.png)")

@@ -11,11 +11,11 @@ The other half guess without reasoning. The guess is wrong by at most `OFF`:
 
     37+45=<think></think><answer>\\boxed{79}</answer>
 
-So the model has learned to reason, but at temperature 1 it reasons in only half of its responses. RL with a
-reward for right answers makes it reason more often, so its responses become longer.
+So the model has learned to reason, but at temperature 1 it reasons in only half of its responses. RL teaches
+it to reason more often, so its responses become longer.
 
 The output is a Hugging Face model folder with `train.jsonl` and `heldout.jsonl`. The held-out problems are
-not in the pretraining texts. bench/tasks.py pretrains models for other tasks.
+not in the pretraining texts.
 """
 
 import itertools
@@ -35,8 +35,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import require, user_errors
 
 VERSION = 3  # raise this number when a change of this file changes the model
-# GUESSES: share of guesses in the final texts, which are the last third of the pretraining texts.
-# OFF: largest error of a guess. The error is uniform over the integers from -OFF to OFF.
+# GUESSES: share of guesses in the last third of the pretraining texts. OFF: largest error of a guess.
 GUESSES, OFF = 0.5, 12
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, learning rate, warm-up updates
 HELD_OUT = 512  # number of problems in heldout.jsonl; train.jsonl has all other problems
@@ -46,8 +45,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`.
 
-    Decoding the tokens of a text gives the same text. The tags are ordinary tokens, not special tokens:
-    decoding with skip_special_tokens=True must keep them, because the reward needs them.
+    The tags are not special tokens, because decoding with skip_special_tokens=True must keep them.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -62,7 +60,7 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
 
 
 class Task(NamedTuple):
-    """A kind of problem. Its fields are functions that make problems and pretraining texts."""
+    """A kind of problem, as functions that make problems and pretraining texts."""
 
     name: str
     problems: Callable[[random.Random], list]  # returns all problems, in random order
@@ -76,7 +74,7 @@ class Task(NamedTuple):
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said: column total -> the number to write. A task that wants a mistake in its text returns another number.
+    said: column total -> the number to write, which is another number if the text should have a mistake.
     """
     columns, carry = [], 0
     while a or b:
@@ -100,7 +98,7 @@ def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
 
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
     """Returns the prompt and the response of a pretraining text. final: whether the text is in the last third
-    of the texts. Only these texts may guess."""
+    of the texts, where half of the responses guess."""
     a, b = pair
     if rng.random() < GUESSES and final:
         thought, answer = "", guess(a + b, rng)
@@ -121,9 +119,8 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 
 
 def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
-    """Build the demo's base model and problems in a folder. Returns the folder's absolute path.
-
-    A folder that already contains this model is not changed.
+    """Build the demo's base model and problems in a folder, unless the folder already has them. Returns the
+    folder's absolute path.
 
     Args:
         out: the folder to write
@@ -133,10 +130,8 @@ def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
-    """Build a task's base model and problems in the folder `out`. Returns the folder's absolute path.
-
-    A folder that already contains this model is not changed. The files are written to OUT.new, which is
-    renamed to OUT when it is complete. Raises UserError if OUT exists with other content.
+    """Build a task's base model and problems in the folder `out`, unless the folder already has them. Returns
+    the folder's absolute path. Raises UserError if the folder exists with other content.
     """
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
@@ -144,7 +139,7 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
         return str(path)
     require(not path.exists(), f"{path} exists and is not the base model of {config}",
             "another folder, or this one removed")
-    new = path.with_name(f"{path.name}.new")  # may exist after an interrupted build; is then overwritten
+    new = path.with_name(f"{path.name}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
     _build(new, seed, task)
     (new / "tiny.json").write_text(json.dumps(config) + "\n")
@@ -177,7 +172,6 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
 
     The first two thirds of the texts have no guesses, because reasoning takes longer to learn than guessing.
-    A problem that occurs several times gets a new text each time.
     """
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
