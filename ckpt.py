@@ -9,14 +9,14 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
 
 The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
 any number of ranks. An fp32 weight of the policy has the key `policy.NAME`, and its optimizer state has keys
-such as `policy.NAME.exp_avg`. The other models have the keys `critic.NAME` and `ref.NAME`. Nothing is
-pickled. No random state is saved, because every random choice is a function of (seed, step).
+such as `policy.NAME.exp_avg`. The other models have the keys `critic.NAME` and `ref.NAME`. No random state is
+saved, because every random choice is a function of (seed, step).
 
 A thread writes the checkpoint while training continues. DCP's own writer is not used, because its Python code
 holds the GIL.
 
-A complete checkpoint is never overwritten, and only `prune` deletes one. A state with NaN or infinity is
-never saved. An export overwrites only an earlier export, which has the marker file `torz.json`.
+A complete checkpoint is never overwritten, and only `prune` deletes one. An export overwrites only an earlier
+export, which has the marker file `torz.json`.
 
     python ckpt.py export RUN STEP|best|last OUT [critic]  # the policy (or critic) as a Hugging Face folder
     python ckpt.py verify RUN                              # compare every file with its checksum
@@ -86,8 +86,8 @@ def _is_main():
 
 
 class StagingBuffer:
-    """Host memory with a copy of this rank's slices of all weights and optimizer states, from which a
-    checkpoint is written. The memory is kept for the next save, because allocating it is slow."""
+    """Host memory with a copy of this rank's slices of all weights and optimizer states. A checkpoint is
+    written from this copy. The memory is kept between saves, because allocating it is slow."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -111,8 +111,8 @@ class StagingBuffer:
         return next((key for key in self.offsets if not is_finite(self.slices[key])), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices in DCP's format, and wait until they are on the disk. save_file releases
-        the GIL, so training and vLLM continue."""
+        """Write this rank's slices in DCP's format, and wait until they are on the disk. Training continues,
+        because save_file releases the GIL."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -120,14 +120,14 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns whether all numbers in `x` are finite. If `x` has a NaN, minimum and maximum are both NaN, and
-    aminmax is much faster than torch.isfinite."""
+    """Returns whether all numbers in `x` are finite. If `x` has a NaN, aminmax returns NaN. aminmax is much
+    faster than torch.isfinite."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset of this rank's slice in the whole tensor, for each slice that this rank writes.
-    If several ranks hold the same slice, only the lowest of these ranks writes it."""
+    """Returns name -> offset of a slice in the whole tensor, for each slice that this rank writes. If several
+    ranks hold the same slice, only the lowest of these ranks writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -136,8 +136,7 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
-    """Returns the CRC-32 of a file as 8 hexadecimal digits. zlib releases the GIL, and CRC-32 takes half the
-    time of SHA-256."""
+    """Returns the CRC-32 of a file as 8 hexadecimal digits."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -164,7 +163,7 @@ ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.i
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSON, and wait until they are on the disk. JSON keeps every bit of a float."""
+    """Write samples as JSON, and wait until they are on the disk."""
     file.write_text(json.dumps([vars(s) for s in samples], default=np.ndarray.tolist))
     _sync(file)
 
@@ -214,8 +213,8 @@ class Saver:
         if step == self.saved:
             return
         self.buffer.update()
-        # An old process of this run may still be writing a checkpoint, so each process writes to a folder
-        # with a random token.
+        # A process from before a restart may still be writing the same checkpoint, so the folder's name has a
+        # random token.
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
@@ -293,11 +292,13 @@ def remove_unfinished(final: Path) -> None:
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. To upload
-    checkpoints, start the upload at the end of this function.
+    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. This is the
+    place for code that uploads checkpoints.
 
-    `facts`: content of state.json. `files`: sizes and checksums of the ranks' files. Raises OSError if a file
-    is missing or has another size, or if `final` exists."""
+    facts: content of state.json
+    files: sizes and checksums of the ranks' files
+
+    Raises OSError if a file is missing or has another size, or if `final` exists."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -410,9 +411,9 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the newest checkpoint in `out`. If `out` has no checkpoint, returns the one that --resume names
-    (see `named`), or None if --resume is "auto" or "never". To download checkpoints, do so at the start of
-    this function.
+    """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names
+    (see `named`), or None if --resume is "auto" or "never". This is the place for code that downloads
+    checkpoints.
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     *older, newest = complete(out) or [None]
@@ -461,9 +462,9 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns name -> value of everything that a run reads from a model folder, except weights and chat
-    template: the settings of config.json, a hash of the tokenizer, the ids of the end tokens. `who` is a part
-    of each name. A critic has only settings."""
+    """Returns name -> value of what a run reads from a model folder: the settings of config.json and, if
+    `tokenizer` is given, a hash of the tokenizer and the ids of the end tokens. Each name starts with
+    `who`."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     if tokenizer:
@@ -473,15 +474,14 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 
 
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
-    """Fill models and optimizers from the checkpoint `path`. Returns a line with the number of finished
-    steps. The line also says whether the code of torz or a package has changed since the checkpoint. The
-    checkpoint may come from a run with another number of ranks.
+    """Fill models and optimizers from the checkpoint `path`, which any number of ranks may have saved.
+    Returns a line with the number of finished steps and with changed versions of torz or packages.
 
-    saved: the checkpoint's facts, from read_state.
-    facts: config and versions of this run, and `read`: hashes of the problems, reward files and models.
+    saved: the checkpoint's facts, from read_state
+    facts: config and versions of this run, and `read`: hashes of the problems, reward files and models
 
-    Raises UserError in two cases. 1. The checkpoint has more steps than this run's --steps. 2. A setting of
-    the algorithm, or something that the run reads, has changed since the checkpoint."""
+    Raises UserError if the checkpoint has more steps than this run's --steps, or if a setting of the
+    algorithm or the content of a file has changed since the checkpoint."""
     steps = facts["config"]["steps"]
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
             f"--steps {saved['step']} or more, or another --out")
@@ -496,9 +496,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
-    the weights of the other run's policy. Returns a line that names the filled models. `facts`: the config of
-    this run and the hash of its tokenizer. Raises UserError if a file is damaged, or if the tokenizer or a
-    model's shapes differ."""
+    the weights of the other run's policy. Returns a line that names the filled models. facts: as in `resume`.
+    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ."""
     saved = read_state(path)
     require(saved["read"]["policy's tokenizer"] == facts["read"]["policy's tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",
@@ -558,9 +557,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. An
     earlier export there is replaced. All ranks must call this function.
 
-    weights: (name, whole tensor) of every parameter. All ranks iterate over `weights`, because
-        dist.full_weights gathers the tensors from all ranks.
-    source: the model folder from which the model was loaded.
+    weights: (name, whole tensor) of every parameter
+    source: the model folder from which the model was loaded
     facts: content of the marker file. If given, the export gets a chat template that makes the same prompts
         as in training.
 
@@ -570,7 +568,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     state = {}
     for name, tensor in weights:
         if _is_main():
-            # on_host may return pinned memory, which is freed after the clone
+            # on_host may return pinned memory. The clone is in ordinary memory.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
@@ -630,9 +628,9 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
     """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError.
 
-    step: a number of steps, "best" or "last".
-    who: policy, critic or ref.
-    base: the model folder from which the run started, if it has been moved."""
+    step: a number of steps, "best" or "last"
+    who: policy, critic or ref
+    base: the model folder from which the run started, if this folder has been moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)

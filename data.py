@@ -9,8 +9,7 @@ pass: several samples end to end.
     minibatches = assign(lengths, work, prompts, ranks, cfg, step)  # minibatch, rank and pack of each sample
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
-Difference from Open-Reasoner-Zero: every sample is used exactly once. None is dropped or duplicated to fill a
-batch."""
+Unlike in Open-Reasoner-Zero, no sample is dropped or repeated to fill a batch."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response to one prompt. Training uses the token ids that the engine sampled; text is never
-    re-tokenised. With --env, the policy's turns alternate with texts of the environment."""
+    """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
+    tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
     prompt_id: int  # index of the prompt in the step's batch
     sample_id: int  # index of this sample among the prompt's samples
@@ -123,8 +122,8 @@ class Sample:
 
     @property
     def policy_text(self) -> str:
-        r"""Returns what graders read: the text of the policy's turns, without the environment's texts. A line
-        break separates two turns. So `\boxed{4` and `2}` in two turns are not the answer 42."""
+        r"""Returns the text that graders read: the policy's turns, separated by line breaks, without the
+        environment's texts."""
         return self.earlier + self.text[self.text_start:]
 
     @property
@@ -308,11 +307,11 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 def fix_date(tokenizer: Any, day: str) -> str:
     """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date. Returns
-    `day`, or "" if the template does not print today's date. Does nothing if `day` is "". Raises UserError if
-    `day` is no date.
+    `day`, or "" if the template does not print today's date or if `day` is "". Raises UserError if `day` is
+    no date.
 
-    transformers gives a template the function strftime_now. The new template has a macro of the same name
-    instead. So the prompts of an exported model also have the date of its training."""
+    A template gets today's date from the function strftime_now of transformers. A macro of the same name
+    replaces this function. An exported model has the same template, and so the same date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -363,7 +362,7 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step, a pure function of (seed, step). Each epoch
+    """Returns the problems whose sampling begins in this step. They depend only on (seed, step). Each epoch
     has a new random order."""
     return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
 
@@ -390,8 +389,8 @@ def step_of(number: int, cfg: Config) -> int:
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns one replacement for each prompt of the step, for train.resample: a pure function of (seed,
-    step, round)."""
+    """Returns one replacement for each prompt of the step, for train.resample. The replacements depend only
+    on (seed, step, round)."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -414,8 +413,8 @@ def _groups(problems):
     """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
     prompts from the problems `indices`.
 
-    Files with the same integer weight form one group. Each other file is a group of its own. Every step calls
-    this function, so the groups of the last list are kept. The list must not change afterwards."""
+    Files with the same integer weight form one group. Each other file is a group of its own. The groups of
+    the last list are kept, so the list must not change after the call."""
     if _kept.get("problems") is problems:
         return _kept["groups"]
     groups = defaultdict(list)
@@ -427,8 +426,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems, twice: 1. ordered by group, 2. shuffled. Example: with
-    weight 1.3, each problem of the group occurs once, and a random 30 % of them occur a second time."""
+    """Returns the indices of an epoch's problems, first ordered by group, then shuffled. With weight 1.3, for
+    example, each problem of the group occurs once, and a random 30 % of them occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -442,7 +441,7 @@ def _epoch(groups, seed, epoch):
 
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
-    appended. The caller must set the result's `text`, which is still that of `before`."""
+    appended. The caller must set `text` in the result, because it is still the text of `before`."""
     sampled = np.concatenate([before.is_sampled, segment.is_sampled])
     versions = np.concatenate([before.token_versions, segment.token_versions])
     return replace(
@@ -488,9 +487,9 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     FSDP needs the same number of packs on every rank, and all ranks wait for the slowest rank in every pack.
     So the k-th packs of all ranks get about the same cost.
 
-    A pack computes a prompt once for all its samples. So samples of one prompt are kept together in units. A
-    unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer sample is a unit of its
-    own."""
+    A pack computes a prompt once for all samples of the prompt. So samples of one prompt are kept together in
+    units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer sample is a unit of
+    its own."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -589,10 +588,10 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Finds the tokens that need to be computed only once. Returns
-    1. `unique` (U,): indices of the tokens that the model computes;
-    2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it.
+    1. `unique` (U,): indices of the tokens that the model computes
+    2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it
 
-    Attention is causal, so where segments begin with the same tokens, these tokens have equal hidden states:
+    Attention is causal. So if segments begin with the same tokens, these tokens have equal hidden states:
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)

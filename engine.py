@@ -9,12 +9,11 @@ An engine samples responses with the policy's weights. It holds the weights only
 To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES. An engine that can free memory also has `unload()`.
 
-Sampling with weights of an earlier step raises no error by itself, and the policy then learns from wrong
-samples. So an engine gets weights only through `awake`, and `generate` raises an error if the engine's
-weights are not of the requested version.
+A policy that learns from samples of old weights learns wrong things without an error. So an engine gets
+weights only through `awake`, and `generate` raises an error if the engine's weights are not of the requested
+version.
 
-A response's random numbers depend only on (key, prompt_id, sample_id), not on other responses or on the order
-of sampling."""
+The random numbers of a response depend only on (key, prompt_id, sample_id)."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class MemoryLedger:
     memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's memory statistics would be wrong, because they count a sleeping engine's tensors, which use no
-    memory."""
+    torch's memory statistics would count the tensors of a sleeping engine, which use no memory."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -79,8 +77,8 @@ class MemoryLedger:
         self.mark("trainer")
 
     def end(self) -> None:
-        """Take the last reading of an `awake`, while the engine sleeps. The residual grows by the last
-        reading minus the first reading."""
+        """Take the last reading of an `awake`, while the engine sleeps. Adds the last reading minus the first
+        reading to the residual."""
         before, _ = next(iter(self.readings.values()))
         torch.cuda.empty_cache()
         self.mark("asleep")
@@ -235,8 +233,8 @@ class Engine(abc.ABC):
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Returns the ids of all EOS tokens, because tokenizer, model config and generation config may name
-    different ones."""
+    """Returns the ids of all EOS tokens. Tokenizer, model config and generation config may name different
+    EOS tokens."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     file = Path(path) / "generation_config.json"
     if file.is_file():
@@ -250,7 +248,8 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     string.
 
     before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
-    # in tokens: a token has at least one byte, and the 8 extra tokens are for characters of several bytes
+    # Number of tokens that may contain a stop string. A token has at least one byte. The 8 extra tokens are
+    # for characters of several bytes.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 
@@ -261,7 +260,6 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     if not stop:
         return 0
     previous, whole = count(0), count(len(after))
-    # usually the counts are equal, and the loop is skipped
     for i in range(1, len(after) + 1) if whole != previous else ():
         now = whole if i == len(after) else count(i)
         if any(map(operator.gt, now, previous)):

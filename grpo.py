@@ -17,9 +17,8 @@ Shapes (ppo.py explains packs, segments and updates):
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-The GRPO paper divides by the group's standard deviation ("group_mean_std" in this file). The code of
-Open-Reasoner-Zero does not divide, because of a mistake in operator precedence. So it computes
-"group_mean_whiten"."""
+The GRPO paper divides by the group's standard deviation ("group_mean_std"). Open-Reasoner-Zero's code does
+not divide, because of a mistake in operator precedence. So ORZ's GRPO is "group_mean_whiten"."""
 
 import torch
 from torch import Tensor
@@ -50,8 +49,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
 
 
 def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: true if the rewards (P, n) of a prompt are not all equal. If they are equal, the
-    prompt has no gradient (DAPO, eq. 11)."""
+    """Returns (P,) bool: true if the rewards (P, n) of a prompt are not all equal (DAPO, eq. 11)."""
     return (rewards != rewards[:, :1]).any(1)
 
 

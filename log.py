@@ -1,8 +1,8 @@
 """Writes the output of a run, except checkpoints: metrics, samples, alarms, progress bars, TensorBoard.
 
 Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums numerators and
-denominators over the ranks, and then divides. So a metric is never a mean of means. On rank 0, the `Logger`
-writes the files. docs/metrics.md explains every metric."""
+denominators over the ranks, and then divides. On rank 0, the `Logger` writes the files. docs/metrics.md
+explains every metric."""
 
 import contextlib
 import dataclasses
@@ -62,8 +62,8 @@ class Meter:
     def add_quantiles(self, name: str, x: Tensor) -> None:
         """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
 
-        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram with 100 bins for each
-        power of ten, from 1e-9 to 100, so it is at most 2.4 % too high."""
+        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram from 1e-9 to 100, so
+            the percentile is up to 2.4 % too high."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
@@ -179,11 +179,9 @@ STEP_LINE = {  # metric -> its format in a step's printed line
 class Logger(contextlib.AbstractContextManager):
     """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
 
-    `start` is the first step that will be logged. Rows of this and later steps, from an interrupted run, are
-    moved to metrics.old.jsonl and alarms.old.jsonl, so no step is in a file twice. `plan` (tools.plan.Plan)
-    is written to plan.json. Raises UserError if the folder can't be written to.
-
-    The exit of `with logger:` closes the files and tells the trackers whether the run failed."""
+    `start` is the first step that will be logged. An interrupted run may have left rows of this and later
+    steps; these rows are moved to metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder
+    can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -226,8 +224,8 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors, and return this path. The field
-        `tokens` of the first pack is the tensor `0.tokens`."""
+        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors, and return this path. A tensor has a
+        name such as `0.tokens`, for the field `tokens` of the first pack."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         # save_file refuses tensors that share memory, so they are cloned
@@ -350,8 +348,8 @@ class Tracker:
     """Sends every row of metrics.jsonl once, in the order of the steps, to a service for experiment tracking.
 
     A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
-    keeps the id, and first sends the rows that the service does not have. If a tracker fails, an alarm is
-    logged, and training goes on without it.
+    keeps the id, and first sends the rows that the service does not have. If the tracker fails, an alarm is
+    logged, and training goes on without the tracker.
 
     To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and to
     configs.Tracker. The subclass defines:

@@ -1,15 +1,13 @@
 """Policy, critic and reference: Hugging Face decoders that run on packs (data.Pack).
 
-A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the names of Hugging
-Face's own classes, so state dicts, exports and vLLM's loader need no renaming. For attention, transformers
-calls `packed_attention`, which has three cases:
+A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the same names as in
+Hugging Face's own classes. For attention, transformers calls `packed_attention`, which has three cases:
 
     training on CUDA in bf16             varlen kernel
     training on a CPU, or in fp32        padded rows
     decoding in the PyTorch engine       with a cache of keys and values
 
-Logits and log-probs are fp32. From bf16 logits, log-probs would be wrong by 0.012 nats, which is too much for
-a clipped ratio.
+Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
 
 Shapes: T tokens of a pack, U tokens that are computed, S slots of attention (see Segments), N segments, V
 vocabulary, D hidden size, H heads, Hkv heads of keys and values, d head size."""
@@ -50,8 +48,8 @@ MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirec
 # Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# The supported types of rotary embeddings. Other types have frequencies that depend on the batch's longest
-# sequence.
+# The supported types of rotary embeddings. In other types, the frequencies depend on the longest sequence of
+# the batch.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -90,9 +88,8 @@ def has_window(config: PreTrainedConfig) -> bool:
 class TakeRows(torch.autograd.Function):
     """Returns the rows `index` (S,) of x (U, …). `order` and `offsets` come from RowIndex.groups.
 
-    The gradient of a row is the sum of the gradients of all its copies. TakeRows computes this sum in fp32
-    and in the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random
-    order."""
+    The gradient of a row is the sum of the gradients of all copies of the row. TakeRows sums in fp32 and in
+    the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random order."""
 
     @staticmethod
     def forward(ctx, x, index, order, offsets):
@@ -141,7 +138,7 @@ class Segments:
     of one slot is used.
 
     With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens. On a CPU, and in fp32, the slots
-    form blocks, and each row of a block is one segment. A dot is padding:
+    form blocks. Each row of a block is one segment. A dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -157,21 +154,20 @@ class Segments:
         `unique`, every token of the pack is computed, so U = T."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots: for each slot, the index of its computed token.
+        # slots: for each slot, the index of the computed token in the slot.
         # outputs (U,): for each computed token, the slot from which its output is read.
-        # Both are None if the slots are the computed tokens, in order.
+        # Both are None if slot i has computed token i.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Arrange the slots in blocks, as in the picture above. `pad` runs on the host, because the blocks'
-        sizes depend on the segments' lengths."""
+        """Arrange the slots in blocks, as in the picture of `Segments`. `pad` runs on the host, because the
+        sizes of the blocks depend on the lengths of the segments."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Segments share a block if their lengths round up to the same power of 2 (at least 16). So a row has
-        # at most 16 slots, or is at most twice as long as its segment.
+        # Segments share a block if their lengths round up to the same power of 2 (at least 16).
         size = lengths.clamp(min=16).log2().ceil()
         tokens = []  # for each block, the index of the pack's token in each slot; -1 is padding
         for s in size.unique():
@@ -350,10 +346,9 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class, with its own `__init__` and `__call__`.
-
-    Reason: for some families vLLM replaces these two methods in transformers' class. The subclass keeps the
-    original methods if it is made before vLLM starts. So Engine makes a Policy first."""
+    """Returns a subclass of transformers' backbone class that keeps `__init__` and `__call__`, because for
+    some families vLLM replaces these two methods in transformers' class. Must be called before vLLM
+    starts."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -384,8 +379,7 @@ class PackModel(nn.Module):
         If `whole` is None, all layers store everything."""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # Only `forward` is recomputed. FSDP's hooks run outside of `forward`, so the weights are not
-            # gathered again. Nothing in a layer is random, so the random state need not be saved.
+            # FSDP's hooks run outside of `forward`, so a recomputed `forward` does not gather weights again.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -438,8 +432,8 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Set every dropout of the config to 0, in place, and return the config. Dropout would make the log-probs
-    of two forward passes differ, and the policy's ratio compares such log-probs."""
+    """Set every dropout of the config to 0, in place, and return the config. With dropout, the log-probs of
+    two forward passes would differ, and so the policy's ratio would be wrong."""
     for name, value in vars(config).items():
         if value and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -547,7 +541,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
 def folder_fingerprint(path: str) -> str:
     """Returns a hash of a model folder: of the names and sizes of the files, and of about 64 blocks of 4 KiB
-    of each file. Hashing whole files would take too long."""
+    of each file, because hashing whole files would take too long."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -571,8 +565,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Returns a hash of a tokenizer. It covers the tokens and their ids, the merges, the special tokens and
-    the decoder. It does not cover the chat template, or the spaces in tokenizer.json."""
+    """Returns a hash of all that a tokenizer does, except for the chat template."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
     rules = rules | {"padding": None, "truncation": None}  # settings of the last call
     return short_hash(json.dumps(rules, sort_keys=True).encode())
@@ -613,7 +606,7 @@ def _load(kind, path, device, shard_fn):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # Not state_dict(), which lists a tied head twice: named_parameters lists only the embedding.
+    # Not state_dict(), which lists a tied head twice.
     in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
     if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)

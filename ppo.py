@@ -13,8 +13,8 @@ Shapes:
 Log-probabilities and KL are in nats.
 
 Each loss is a sum over tokens, divided by the number of response tokens in the whole update, which the caller
-passes. So neither the packing nor the number of ranks changes a gradient. ORZ differs: it takes the mean over
-the tokens of each pack, and then the mean over packs."""
+passes. So neither the packing nor the number of ranks changes a gradient. ORZ takes the mean over the tokens
+of each pack, and then the mean over packs."""
 
 import torch
 from torch import Tensor
@@ -57,9 +57,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. Before each iteration, adv_t is the
-    # sum of the first `reach` terms, and adv_{t+reach} is the sum of the next `reach` terms. So each
-    # iteration doubles `reach`.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. Before each iteration, adv_t has
+    # the first `reach` terms of the sum. Adding adv_{t+reach} adds the next `reach` terms.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -89,8 +88,8 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
 
-    logp (T,): log-probs of the policy, which must have sampled the tokens.
-    ref (T,): log-probs of the reference model.
+    logp (T,): log-probs of the policy, which must have sampled the tokens
+    ref (T,): log-probs of the reference model
     estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
         name."""
     d = logp - ref

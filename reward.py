@@ -5,9 +5,9 @@ r"""Reads the flag --reward, and computes extra rewards for a response's format.
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The value of --reward is a list of graders and parts; both are called terms. A grader compares the response's
-answer with the gold answer, or is a user's function. A part is an extra reward, for example for the format
-(rollout.REWARD_PARTS). It is added to the grader's reward.
+The value of --reward is a list of terms, which are graders and parts. A grader compares the response's answer
+with the gold answer, or is a user's function. A part is an extra reward, for example for the format
+(rollout.REWARD_PARTS), which is added to the grader's reward.
 
 The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
 answer, else 0."""
@@ -77,10 +77,9 @@ def _term(spec, parts):
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if there is none), and
-    FILE.py:FUNCTION. Raises UserError if the text before @ is empty.
-
-    A `spec` that starts with / or . is a path without a data set."""
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case, and FILE.py:FUNCTION. A `spec` that
+    has no @, or that starts with / or ., has no data set: returns "" and `spec`. Raises UserError if the text
+    before @ is empty."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -140,7 +139,7 @@ def _responses(path):
 
 def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
-    """Grade a file of responses. Print the number of responses for each outcome (correct, wrong, …), the mean
+    """Grade a file of responses. Print how many responses have each outcome (correct, wrong, …), the mean
     reward, the seconds, and the first three responses that are wrong or have no answer.
 
     Args:

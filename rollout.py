@@ -48,8 +48,7 @@ PROMPTS_PER_ENGINE = 32  # see `deal`
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's length penalty of each response, from -1 to 0 (arXiv 2503.14476, eq. 13). The length
-    limit is max_response_len tokens, or less after a long prompt."""
+    """Returns DAPO's length penalty of each response, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
@@ -63,8 +62,8 @@ def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Returns Kimi k1.5's length reward for each response (arXiv 2501.12599, sec. 2.3.3): linear from 0.5 for
-    the shortest response of the prompt to -0.5 for the longest one. A wrong response gets at most 0. Tokens
-    of an environment (--env) don't count."""
+    the shortest response of the prompt to -0.5 for the longest response. A wrong response gets at most 0.
+    Only tokens that the policy sampled count."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
@@ -101,18 +100,15 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that have a metric `reward/NAME`.
-
-    If no data set has its own grader, the metric `reward` is already the mean of the first grader, so this
-    grader is left out."""
+    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. The first grader is
+    left out if it grades all data sets, because its mean is the metric `reward`."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash of the content, for each Python file that --reward and --env name; "" if there is
-    no file."""
+    """Returns path -> hash of the content, for each Python file that --reward and --env name."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
     return {str(file): short_hash(file.read_bytes()) if file.is_file() else ""
@@ -157,7 +153,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     --extractor names. `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Not an error: a preset's extractor for a data set that the user does not have.
+    # A preset may name an extractor for a data set that the user does not have.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -176,9 +172,9 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 class Trajectories:
     """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far.
 
-    A round samples each unfinished trajectory up to the end of its turn, or for `round_len` tokens. Without
-    an environment (--env), a response has one turn. With --env, the policy's turns alternate with texts of
-    the environment.
+    A round samples each unfinished trajectory up to the end of its turn, but at most `round_len` tokens.
+    Without an environment (--env), a response has one turn. With --env, the policy's turns alternate with
+    texts of the environment.
 
     Each trajectory is in one of four dicts:
         open      unfinished; the next round samples it
@@ -186,15 +182,15 @@ class Trajectories:
         complete  finished; the graders have not returned its reward
         graded    finished, with its reward
 
-    Without --env, a trajectory goes from `open` to `complete`. With --env, it goes from `open` to `waiting`.
-    The reply of the environment moves it back to `open`, or to `complete` if the response ends.
+    The environment's reply moves a trajectory from `waiting` back to `open`, or to `complete` if the response
+    ends.
     """
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0) -> None:
-        """problems: prompt_id -> problem, for every trajectory that may move to this rank. max_tokens:
-        largest number of tokens of a response. round_len: largest number of tokens of a round; 0: a round is
-        a whole turn."""
+        """problems: prompt_id -> problem, for every trajectory that may move to this rank
+        max_tokens: largest number of tokens of a response
+        round_len: largest number of tokens of a round; 0: a round is a whole turn"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
@@ -301,8 +297,7 @@ class Trajectories:
 
     def _left(self, s):
         """Returns how many tokens may still be appended to the trajectory. Prompt and response together have
-        at most cfg.model_len tokens, or cfg.engine_len in an evaluation with longer responses than
-        training."""
+        at most cfg.model_len tokens, or cfg.engine_len if an evaluation allows longer responses."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -338,8 +333,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
     Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: this rank's trajectories that are left for the next step. Some are unfinished; others are
-       graded, but the step has enough samples without them.
+    2. with --carry: this rank's trajectories that are left for the next step. Some are unfinished. Others are
+       graded, but the step had enough samples without them.
 
     problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
         (data.numbers_at).
@@ -353,8 +348,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt have equal tokens. So one is sampled, and replicated at the
-    # end.
+    # At temperature 0, all samples of a prompt are equal. So only one is sampled, and copied at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
@@ -381,8 +375,6 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     on any rank, or None if sampling was aborted.
 
     With --round_len, open (unfinished) trajectories are distributed over all ranks again after each round.
-    Without --round_len, only the ranks of one engine exchange their state, because they must sample the same
-    number of rounds.
 
     If `carries` is false, sampling ends when all trajectories are complete.
     If `carries` is true, sampling ends when two conditions hold:
@@ -415,9 +407,9 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
     """Distribute the samples `keys` over the ranks. Returns key -> rank, and whether all samples of a prompt
     are on one rank.
 
-    With few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at about
-    the same time. With many, all samples of a prompt go to one rank, so that only one engine computes the
-    prompt."""
+    If there are few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at
+    about the same time. Otherwise all samples of a prompt go to one rank, so that only one engine computes
+    the prompt."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -437,7 +429,7 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
     After the moves, two ranks differ by at most one key. As few keys as possible move."""
     ranks, total = len(held), sum(map(len, held))
-    # The fullest ranks get the extra keys, because then fewer keys move.
+    # Ranks that keep one key more than others are the fullest ranks, so that fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -472,15 +464,14 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right. The
-    k samples are drawn without replacement from n samples, of which `right` are right."""
+    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right, if
+    the k samples are drawn without replacement from n samples of which `right` are right."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if the most frequent answer among a prompt's samples is right, else 0. If several answers tie
-    for the first place, returns the fraction of right answers among them. Samples without an answer are
-    ignored."""
+    """Returns 1 if the most frequent answer among a prompt's samples is right, else 0. If several answers are
+    equally frequent, returns the fraction of right answers among them."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.reward > 0}
@@ -521,9 +512,8 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    The short name is the file name without its suffix. If this name is not unique, or is the name of a split
-    (SPLITS), the names of the folders above are put in front until the result is unique and does not start
-    with a split.
+    The short name is the file name without its suffix. Names of folders are put in front until the short name
+    is unique and does not start with the name of a split (SPLITS).
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test
@@ -599,8 +589,8 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens, or infinity. If the config scales the
-    rotary embedding (RoPE), the result is the length after scaling."""
+    """Returns the longest sequence that the model supports, in tokens, or infinity if the config does not
+    say. If the config scales the rotary embedding (RoPE), the result is the length after scaling."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
