@@ -519,7 +519,7 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             notes.append(f"- No task can tell: {claim.text} ({claim.variant}). {claim.unclear}")
     head = ("claim", "source", "task", "measured", "difference", "seeds", "verdict")
     return [*table(head, rows), "", *notes, "",
-            f"Claims that were not tested, because runs are missing: {'; '.join(missing) or 'none'}."]
+            f"Claims without a test, because runs are missing: {'; '.join(missing) or 'none'}."]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
@@ -537,14 +537,14 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
-    head = ("variant", "reference", "seeds", "accuracy", "spread", "difference to the reference",
-            f"steps to {TASKS[task][1]}", "length", "entropy", "collapsed", "with alarms")
+    head = ("variant", "reference", "seeds", "accuracy", "deviation", "accuracy minus that of the reference",
+            f"steps to {TASKS[task][1]}", "tokens", "entropy", "collapsed runs", "runs with alarms")
     legend = (
-        "`spread` is the standard deviation of the accuracy over seeds. The difference is a mean over the "
-        "seeds that both variants have, ± half of a 95 % interval. "
+        "Each variant is compared with its reference. `deviation` is the standard deviation of the accuracy "
+        "over seeds, and ± is half of a 95 % interval. "
         f"`{head[6]}` is the first step at which the mean reward of three steps reaches {TASKS[task][1]}, or "
-        f"{STEPS} if none does (mean over seeds). Length (tokens) and entropy (nats) are means of the last "
-        "five steps. `collapsed` and `with alarms` count runs.")
+        f"{STEPS} if none does (mean over seeds). `tokens` (of a response) and `entropy` (nats) are means "
+        "of the last five steps.")
     return [legend, "", *table(head, rows)]
 
 
@@ -565,7 +565,7 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
         pairs = len(gaps) // 2
         notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. By chance, {pairs / 20:.0f} would.")
-    head = ("task", "recipe", "seeds", "accuracy", "higher than", "lower than")
+    head = ("task", "recipe", "seeds", "accuracy", "clearly higher than", "clearly lower than")
     return [*table(head, rows), "", *notes]
 
 
@@ -609,8 +609,8 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
             rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
                          seeds_needed(math.sqrt(2) * own), of_pairs[1]))
-    head = ("task", "recipe", "seeds", "accuracy", "deviation over seeds", "median deviation of pairs",
-            "seeds for 2 points, unpaired", "paired")
+    head = ("task", "recipe", "seeds", "accuracy", "deviation", "paired deviation",
+            "seeds needed, different seeds", "seeds needed, same seeds")
     return table(head, rows)
 
 
@@ -625,36 +625,34 @@ def report(runs: Runs) -> str:
     lines = [
         "# Claims, tested on tasks for a laptop", "",
         f"`python -m bench.ablations` wrote this file. {made} of the {planned} runs of `--part all --seeds "
-        "5` are finished. A variant without a row has no finished run.", "",
+        "5` are finished.", "",
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
-        "- A difference is a mean over the seeds that both variants have.",
-        "- ± is half of a 95 % interval. Without a true difference, one interval in 20 excludes 0 by chance.",
+        "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
         "- All runs of a task start from one base model. With another base model, results can differ.",
-        "- A run has collapsed if it ended early, or if the mean reward of its last five steps is below half "
-        "of the best such mean.",
-        "- The `wrong-grades` variants have wrong grades in training, but not when accuracy is measured.", "",
+        "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
+        "of the best mean of five steps.",
+        "- The `wrong-grades` variants have wrong grades in training only.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "",
-        "`measured` names two variants, and the number by which they are compared. `difference` is its mean "
-        "difference over the seeds that both variants have, ± half of a 95 % interval. The verdict is `can't "
-        "tell` if this interval contains 0.", "",
+        "`measured` names a number and the two variants that it compares. `difference` is the mean "
+        "difference over the seeds that both variants have, ± half of a 95 % interval. The verdict is "
+        "`can't tell` if this interval contains 0.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "A recipe changes only the settings that define it. grpo-4, gspo, cispo and dapo make four policy "
-        "updates a step, all others one. `accuracy` is the mean over seeds ± half of a 95 % interval. "
-        "`higher than` and `lower than` list the recipes with a clear difference: on the seeds that "
-        "both recipes have, the 95 % interval of the difference excludes 0.", "",
+        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. `accuracy` is the "
+        "mean over seeds ± half of a 95 % interval. The last two columns list the recipes whose accuracy "
+        "is clearly lower or higher: the 95 % interval of the difference excludes 0.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
-        "`collapsed` counts runs. In parentheses after an alarm is the number of runs that had this alarm. N "
-        "stands for a number in the alarm's text.", "",
+        "`collapsed` is the number of collapsed runs. After each alarm, in parentheses, is the number of "
+        "runs with this alarm. N stands for any number in the alarm's text.", "",
         *stability_table(runs, tasks), "",
-        "## Noise, and how many seeds show a difference of 2 points", "",
-        "`deviation over seeds` is the standard deviation of the accuracy. `median deviation of pairs` is "
-        "that of the difference to a variant on equal seeds (median over the variants). The last two columns "
-        "say how many seeds show a difference of 2 points, if two variants have different seeds (unpaired) "
-        "or equal seeds (paired).", "", *power_table(runs, tasks, variants)]
+        "## How many seeds show a difference of 2 points", "",
+        "`deviation` is the standard deviation of the accuracy over seeds. `paired deviation` is that of the "
+        "difference to another variant with the same seeds (median over variants). The last two columns have "
+        "the seeds that are needed to see a difference of 2 points, if the two variants have different seeds "
+        "or the same seeds.", "", *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"

@@ -74,9 +74,16 @@ def result(out: Path) -> dict:
             "len_first": lengths[0], "len_last": lengths[-1], "rewards": rewards, "lengths": lengths}
 
 
+LEGEND = """\
+`accuracy` is the mean held-out accuracy after 30 steps. `spread` is the accuracy of the best seed minus
+that of the worst seed. `steps to 0.9` has one number per seed: the first step at which the mean reward of
+three steps reaches 0.9. `response length` is the mean number of tokens in the first → the last step.
+
+"""
+
+
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table with one row per recipe. The spread is the accuracy of the best seed minus
-    that of the worst seed."""
+    """Returns a Markdown table with one row per recipe, below a legend."""
     lines = []
     for name, runs in results.items():
         accuracy = [r["accuracy"] for r in runs]
@@ -86,7 +93,7 @@ def table(results: dict[str, list[dict]]) -> str:
         lines.append((name, f"{mean(accuracy):.3f} ({spread:.3f})", steps, f"{first:.0f} → {last:.0f}",
                       len(runs)))
     head = "recipe", "accuracy, mean (spread)", "steps to 0.9", "response length", "seeds"
-    return markdown(head, lines)
+    return LEGEND + markdown(head, lines)
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:

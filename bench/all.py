@@ -69,6 +69,14 @@ def device() -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+LEGEND = """\
+`bench` is the program in `bench/` that measured; its docstring explains the names. `case` says what was
+measured, and `results` has the measured numbers. A name that ends in `_s` is in seconds, and one in `_gib`
+is in GiB.
+
+"""
+
+
 def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
@@ -78,7 +86,7 @@ def table(rows: list[dict]) -> str:
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
         lines.append((row["bench"], of, ", ".join(f"{k} {v}" for k, v in numbers.items())))
-    return markdown(("bench", "of", "found"), lines)
+    return LEGEND + markdown(("bench", "case", "results"), lines)
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:

@@ -164,8 +164,9 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = ("A cell `a / b` means: the grader refused a % of the right answers, and accepted b % of the "
-                "wrong answers.\n`before` and `after` are torz's grader before and after it was improved.\n"
+        head = ("`right` and `wrong` are numbers of answers. A cell `a / b` means: the grader refused\n"
+                "a % of the right answers, and accepted b % of the wrong answers. `before` and\n"
+                "`after` are torz's grader before and after its revision.\n"
                 "`python -m bench.equality --unseen` wrote this table.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")

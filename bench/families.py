@@ -33,6 +33,13 @@ import families
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 
+LEGEND = """\
+Each row is a tiny model with random weights in fp32. Each cell has the largest difference between torz and
+transformers: of log-probs (nats), of gradients (divided by the gradient's norm), of an engine's log-probs
+to the trainer's (nats), and of the outputs of an exported model.
+
+"""
+
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
     """Returns name in LIMITS -> largest difference, for the model in the folder `path`. If a difference was
@@ -68,7 +75,7 @@ def save(rows: list[dict], names: list[str]) -> str:
     file.write_text(json.dumps(figures, indent=1) + "\n")
     cells = [[f"{x:.1e}" if isinstance(x, float) else x for x in (row[n] for n in ("model", *LIMITS))]
              for row in rows]
-    file.with_suffix(".md").write_text(markdown(("model", *LIMITS), cells))
+    file.with_suffix(".md").write_text(LEGEND + markdown(("model", *LIMITS), cells))
     return file.with_suffix(".md").read_text()
 
 

@@ -76,6 +76,19 @@ def by_lengths(size: str) -> list[dict]:
     return rows
 
 
+RANKS = """\
+Seconds of a step of `tiny-grpo`. `work fixed`: the number of samples of a step is fixed in all, or for each
+rank.
+
+"""
+LENGTHS = """\
+Microseconds of the trainer per token, for each phase of `bench/train.py`. The columns are values of the
+length of a pack (tokens), of the length of a segment (prompt and response), or of the size of the
+vocabulary.
+
+"""
+
+
 def ranks_table(rows: list[dict]) -> str:
     return markdown(("work fixed", "ranks × threads", "samples a step", "s a step", "samples a second"),
                     [(r["fixed_work"], f"{r['ranks']} × {r['threads_a_rank']}", r["samples"],
@@ -93,8 +106,9 @@ def lengths_table(rows: list[dict], by: str) -> str:
 
 def table(rows: list[dict]) -> str:
     of = {by: [r for r in rows if r["by"] == by] for by in ("ranks", *LENGTH_CASES)}
-    return "\n".join(ranks_table(some) if by == "ranks" else lengths_table(some, by)
-                     for by, some in of.items() if some)
+    parts = [RANKS + ranks_table(of["ranks"])] if of["ranks"] else []
+    lengths = [lengths_table(of[by], by) for by in LENGTH_CASES if of[by]]
+    return "\n".join([*parts, *([LENGTHS + lengths[0], *lengths[1:]] if lengths else [])])
 
 
 def main() -> None:

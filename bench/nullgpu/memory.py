@@ -46,6 +46,14 @@ CASES = {
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
 ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
+LEGEND = """\
+Each row compares the planned memory of one rank with the peak that a stub CUDA driver gave, in GiB.
+`layers`: number of layers that the backward pass computes again. `allocated`: peak of torch's tensors.
+`reserved`: peak that torch took from the driver. `driver`: peak of the driver, with CUDA's context.
+`N a token`: FLOP of matrix products per token, divided by the number of parameters.
+
+"""
+
 
 def planned(case: plan.Case) -> dict[str, float]:
     """Returns phase -> planned peak in GiB, without NCCL's buffers and the engine, which trainer.py lacks."""
@@ -115,8 +123,9 @@ def table(rows: list[dict]) -> str:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
         lines.append((r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"], *gib,
                       f"{r['share']:.3f}", r.get("n_a_token", "")))
-    return markdown(("case", "--recompute", "phase", "layers", "planned GiB", "allocated", "reserved",
-                     "driver", "planned / driver", "N a token"), lines)
+    head = ("case", "--recompute", "phase", "layers", "planned GiB", "allocated", "reserved", "driver",
+            "planned / driver", "N a token")
+    return LEGEND + markdown(head, lines)
 
 
 def main() -> None:
