@@ -514,10 +514,11 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             rows.append((claim.text, claim.source, task, compared, found, found.n, said))
             verdicts.add(said)
             if said == "**disagrees**":
-                notes.append(f"- {task} disagrees: {claim.text}. {claim.why or 'The cause is unknown.'}")
+                notes.append(f"- Why {task} disagrees with \"{claim.text}\": {claim.why or 'unknown.'}")
         if claim.unclear and verdicts == {"can't tell"}:
-            notes.append(f"- No task can tell: {claim.text} ({claim.variant}). {claim.unclear}")
-    head = ("claim", "source", "task", "measured", "difference", "seeds", "verdict")
+            notes.append(f"- Why no task can tell \"{claim.text}\" ({claim.variant}): {claim.unclear}")
+    head = ("claim", "source", "task", "what was compared",
+            "mean difference ± half of the 95 % interval", "seeds", "verdict on the claim")
     return [*table(head, rows), "", *notes, "",
             f"Claims without a test, because runs are missing: {'; '.join(missing) or 'none'}."]
 
@@ -537,14 +538,14 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
-    head = ("variant", "reference", "seeds", "accuracy", "deviation", "accuracy minus that of the reference",
-            f"steps to {TASKS[task][1]}", "tokens", "entropy", "collapsed runs", "runs with alarms")
+    head = ("variant", "reference", "seeds", "mean accuracy", "deviation over seeds",
+            "accuracy minus that of the reference", f"steps to reward {TASKS[task][1]}",
+            "tokens per response", "entropy (nats)", "collapsed runs", "runs with alarms")
     legend = (
-        "Each variant is compared with its reference. `deviation` is the standard deviation of the accuracy "
-        "over seeds, and ± is half of a 95 % interval. "
+        "Each variant is compared with its reference, and ± is half of a 95 % interval. "
         f"`{head[6]}` is the first step at which the mean reward of three steps reaches {TASKS[task][1]}, or "
-        f"{STEPS} if none does (mean over seeds). `tokens` (of a response) and `entropy` (nats) are means "
-        "of the last five steps.")
+        f"{STEPS} if none does (mean over seeds). Tokens and entropy are means of the last five "
+        "steps.")
     return [legend, "", *table(head, rows)]
 
 
@@ -565,7 +566,8 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
         pairs = len(gaps) // 2
         notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. By chance, {pairs / 20:.0f} would.")
-    head = ("task", "recipe", "seeds", "accuracy", "clearly higher than", "clearly lower than")
+    head = ("task", "recipe", "seeds", "accuracy ± half of the 95 % interval", "clearly higher than",
+            "clearly lower than")
     return [*table(head, rows), "", *notes]
 
 
@@ -579,8 +581,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             lost = [row for row in found if collapsed(row)]
             kept = [row for row in found if not collapsed(row)]
             rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
-    head = ("task", "recipe", "seeds", "collapsed", "alarms before the collapse",
-            "alarms of the other runs")
+    head = ("task", "recipe", "seeds", "collapsed runs", "alarms before the collapse (runs)",
+            "alarms of the other runs (runs)")
     return table(head, rows) if rows else ["Not run."]
 
 
@@ -609,8 +611,9 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
             rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
                          seeds_needed(math.sqrt(2) * own), of_pairs[1]))
-    head = ("task", "recipe", "seeds", "accuracy", "deviation", "paired deviation",
-            "seeds needed, different seeds", "seeds needed, same seeds")
+    head = ("task", "recipe", "seeds", "mean accuracy", "deviation of the accuracy",
+            "deviation of differences on the same seeds", "seeds needed, if variants have different seeds",
+            "seeds needed, if variants have the same seeds")
     return table(head, rows)
 
 
@@ -635,24 +638,22 @@ def report(runs: Runs) -> str:
         "- The `wrong-grades` variants have wrong grades in training only.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "",
-        "`measured` names a number and the two variants that it compares. `difference` is the mean "
-        "difference over the seeds that both variants have, ± half of a 95 % interval. The verdict is "
-        "`can't tell` if this interval contains 0.", "",
+        "The difference is a mean over the seeds that both variants have. The verdict is `can't tell` if the "
+        "95 % interval of the difference contains 0.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. `accuracy` is the "
-        "mean over seeds ± half of a 95 % interval. The last two columns list the recipes whose accuracy "
-        "is clearly lower or higher: the 95 % interval of the difference excludes 0.", "",
+        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. The last two "
+        "columns list the recipes whose accuracy is clearly lower or higher: the 95 % interval of the "
+        "difference excludes 0.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
-        "`collapsed` is the number of collapsed runs. After each alarm, in parentheses, is the number of "
-        "runs with this alarm. N stands for any number in the alarm's text.", "",
+        "After each alarm, in parentheses, is the number of runs with this alarm. N stands for any number in "
+        "the alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "`deviation` is the standard deviation of the accuracy over seeds. `paired deviation` is that of the "
-        "difference to another variant with the same seeds (median over variants). The last two columns have "
-        "the seeds that are needed to see a difference of 2 points, if the two variants have different seeds "
-        "or the same seeds.", "", *power_table(runs, tasks, variants)]
+        "Deviations are standard deviations over seeds. That of differences is a median over the other "
+        "variants. The last two columns have the seeds that are needed to see a difference of 2 points.", "",
+        *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"

@@ -141,7 +141,8 @@ def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
             cells.append(f"{percent['refused']} / {percent['accepted']}")
         right = sum(p.same for p in some)
         lines.append((name, right, len(some) - right, *cells))
-    return markdown(("category", "right", "wrong", *verdicts), lines)
+    heads = (f"{name}: % refused / % accepted" for name in verdicts)
+    return markdown(("category", "right answers", "wrong answers", *heads), lines)
 
 
 def main() -> None:
@@ -164,10 +165,9 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = ("`right` and `wrong` are numbers of answers. A cell `a / b` means: the grader refused\n"
-                "a % of the right answers, and accepted b % of the wrong answers. `before` and\n"
-                "`after` are torz's grader before and after its revision.\n"
-                "`python -m bench.equality --unseen` wrote this table.\n\n")
+        head = ("Each cell says how many percent of the right answers the grader refused, and how many\n"
+                "percent of the wrong answers it accepted. `before` and `after` are torz's grader before\n"
+                "and after its revision. `python -m bench.equality --unseen` wrote this table.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

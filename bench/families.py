@@ -75,7 +75,8 @@ def save(rows: list[dict], names: list[str]) -> str:
     file.write_text(json.dumps(figures, indent=1) + "\n")
     cells = [[f"{x:.1e}" if isinstance(x, float) else x for x in (row[n] for n in ("model", *LIMITS))]
              for row in rows]
-    file.with_suffix(".md").write_text(LEGEND + markdown(("model", *LIMITS), cells))
+    head = ("model", *(f"error of {name}" for name in LIMITS))
+    file.with_suffix(".md").write_text(LEGEND + markdown(head, cells))
     return file.with_suffix(".md").read_text()
 
 

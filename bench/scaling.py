@@ -77,22 +77,21 @@ def by_lengths(size: str) -> list[dict]:
 
 
 RANKS = """\
-Seconds of a step of `tiny-grpo`. `work fixed`: the number of samples of a step is fixed in all, or for each
-rank.
+Steps of `tiny-grpo`. The number of samples of a step is fixed in all, or for each rank. `threads` are those
+of one rank.
 
 """
 LENGTHS = """\
-Microseconds of the trainer per token, for each phase of `bench/train.py`. The columns are values of the
-length of a pack (tokens), of the length of a segment (prompt and response), or of the size of the
-vocabulary.
+Microseconds per token, for each phase of the trainer (`bench/train.py`). The columns are pack lengths in
+tokens, lengths of a segment (a prompt with its response) in tokens, or sizes of the vocabulary.
 
 """
 
 
 def ranks_table(rows: list[dict]) -> str:
-    return markdown(("work fixed", "ranks × threads", "samples a step", "s a step", "samples a second"),
-                    [(r["fixed_work"], f"{r['ranks']} × {r['threads_a_rank']}", r["samples"],
-                      f"{r['step_s']:.3f}", r["samples_per_s"]) for r in rows])
+    head = ("fixed work", "ranks × threads", "samples per step", "seconds per step", "samples per second")
+    return markdown(head, [(r["fixed_work"], f"{r['ranks']} × {r['threads_a_rank']}", r["samples"],
+                            f"{r['step_s']:.3f}", r["samples_per_s"]) for r in rows])
 
 
 def lengths_table(rows: list[dict], by: str) -> str:
@@ -101,7 +100,7 @@ def lengths_table(rows: list[dict], by: str) -> str:
              for phase in dict.fromkeys(r["phase"] for r in rows)]
     memory = [max(r["memory_gib"] for r in rows if r[by] == n) for n in sizes]
     lines.append(("peak GiB above the memory between phases", *(f"{m:.2f}" for m in memory)))
-    return markdown((f"µs a token by {by}", *(f"{n:,}" for n in sizes)), lines)
+    return markdown((f"µs per token, by {by} size", *(f"{n:,}" for n in sizes)), lines)
 
 
 def table(rows: list[dict]) -> str:

@@ -47,10 +47,8 @@ PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["po
 ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
 LEGEND = """\
-Each row compares the planned memory of one rank with the peak that a stub CUDA driver gave, in GiB.
-`layers`: number of layers that the backward pass computes again. `allocated`: peak of torch's tensors.
-`reserved`: peak that torch took from the driver. `driver`: peak of the driver, with CUDA's context.
-`N a token`: FLOP of matrix products per token, divided by the number of parameters.
+Each row compares the planned peak memory of one rank with the peak that a stub CUDA driver gave. The driver's
+peak includes CUDA's context. The last column has the FLOP of matrix products.
 
 """
 
@@ -123,8 +121,9 @@ def table(rows: list[dict]) -> str:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
         lines.append((r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"], *gib,
                       f"{r['share']:.3f}", r.get("n_a_token", "")))
-    head = ("case", "--recompute", "phase", "layers", "planned GiB", "allocated", "reserved", "driver",
-            "planned / driver", "N a token")
+    head = ("case", "--recompute", "phase", "layers computed again", "planned GiB", "GiB of torch's tensors",
+            "GiB reserved by torch", "GiB given by the driver", "planned / driver",
+            "FLOP / token / parameter")
     return LEGEND + markdown(head, lines)
 
 
