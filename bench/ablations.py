@@ -91,7 +91,7 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Does not detach the old log-probs. Then the ratio is constant, so the policy gets no gradient."""
+    """Does not detach the old log-probs. So the ratio is constant, and the policy gets no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
@@ -141,8 +141,8 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text` is the
-    file's hash: key_of includes it, so an edited file counts as a new variant."""
+    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text` is a hash
+    of the file. key_of reads `text`, so an edited file counts as a new variant."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -161,8 +161,8 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 class Variant(NamedTuple):
     """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed.
 
-    Variants of the clipping have the reference grpo-4, which makes four updates a step. With one update a
-    step, the ratio is always 1, so clipping has no effect."""
+    Variants of the clipping have the reference grpo-4, which makes four updates a step, because clipping has
+    no effect on the only update of a step."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -171,8 +171,7 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of GRPO with `flags` and those fields of the preset that define the preset's
-    algorithm."""
+    """Returns a variant of GRPO with `flags` and with the fields that define the preset's algorithm."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
@@ -272,8 +271,8 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run and writes its results to `file`. Call it in a new process, because a variant patches
-    the code."""
+    """Trains one run and writes the results to `file`. Must be called in a new process, because a variant
+    patches the code."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -307,8 +306,8 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns a run's results: held-out accuracy before and after training (None if not measured), a list per
-    metric of KEPT with one value per step, and the first 20 alarms as (step, text)."""
+    """Returns a run's results: held-out accuracy before and after training (None if not measured), the values
+    of each metric of KEPT at all steps, and the first 20 alarms as (step, text)."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -386,8 +385,8 @@ def collapsed(row: dict) -> bool:
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms before its collapse, or of all alarms if it did not collapse. From
-    the collapse on, every mean of five rewards is below half of the best such mean."""
+    """Returns the texts of a run's alarms before the run's collapse, or of all alarms if there is none. From
+    the collapse on, every mean of five rewards is below half of the best mean of five rewards."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -415,8 +414,8 @@ Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> resu
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean difference of `measure`, variant minus reference, over the seeds that both have.
-    Returns None if they have no common seed."""
+    """Returns the mean difference of `measure`, variant minus reference, over the seeds that both have; None
+    without such a seed."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
@@ -424,8 +423,8 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 
 def seeds_needed(deviation: float, gap: float = 0.02) -> int:
-    """Returns how many seeds show a difference of `gap` at the 5 % level with 80 % power: n = ((1.96 + 0.84)
-    deviation / gap)². `deviation` is the standard deviation of the difference."""
+    """Returns the number of seeds needed to detect a difference of `gap` at the 5 % level with 80 % power.
+    `deviation`: standard deviation of the difference between two runs with the same seed."""
     return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
 
@@ -433,8 +432,10 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 
 
 class Claim(NamedTuple):
-    """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's. `why` is a
-    possible cause if the runs disagree. `unclear` says why no task can decide the claim."""
+    """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
+
+    why: a possible cause if the runs disagree
+    unclear: why no task can decide the claim"""
 
     text: str
     source: str
@@ -587,8 +588,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def alarm_kinds(rows: Sequence[dict]) -> str:
-    """Returns the four most frequent kinds of alarms in `alarms_before`, each with its number of runs. An
-    alarm's kind is the text up to the first comma or semicolon, with N in place of numbers."""
+    """Returns the four most frequent kinds of alarms in `alarms_before`, each with the number of runs that
+    have it. A kind is an alarm's text up to the first comma or semicolon, with N in place of numbers."""
     kinds = Counter()
     for row in rows:
         kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
@@ -667,9 +668,11 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
-    """Returns the finished runs with these settings and base models. keys: (task, variant, seed) -> key_of.
-    weights: task -> weights_of; a task without an entry gets the weights of its newest run. vary: also reads
-    the runs of --vary."""
+    """Returns the finished runs with these settings and base models.
+
+    keys: (task, variant, seed) -> result of key_of
+    weights: task -> result of weights_of. A task without an entry gets the weights of its newest run.
+    vary: whether to read the runs of --vary too"""
     rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
     weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
     for row in rows:

@@ -80,8 +80,8 @@ is in GiB.
 def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
-        # A measurement can have the name of a label: "pack" is the pack length, or the seconds of the phase
-        # "pack". A float is always a measurement.
+        # "pack" is a label (the pack length) or a measurement (the seconds of the phase "pack"). A float is
+        # always a measurement.
         labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())

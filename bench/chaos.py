@@ -56,8 +56,8 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. The order (JSON in the environment variable CHAOS) names the fault, the rank
-    and the phase. If this process is that rank, a thread runs `watch`."""
+    """Runs train.py unchanged. The order (JSON in the environment variable CHAOS) names a fault, a rank and a
+    phase. On this rank, a thread runs `watch`."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -94,7 +94,7 @@ def watch(order: dict) -> None:
 
 def current_phases(out: Path) -> set[str]:
     """Returns the rank's current phases: the name in dist.CURRENT ("import" before dist.py is imported),
-    "files" while a checkpoint's files are written, and "end" since the export began."""
+    "files" while a checkpoint's files are written, and "end" after the start of the export."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -239,8 +239,8 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function that is called after the strike, with the run, the struck rank's message and a random
-# generator. It returns False if it came too late, or if no checkpoint exists to damage.
+# A fault is a function(run, struck rank's message, random generator) that is called after the strike. The
+# function returns False if it was called too late, or if there is no checkpoint to damage.
 
 
 class Skipped(Exception):
@@ -266,8 +266,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again. Does nothing after the last save, because node 0 can have ended by
-    then."""
+    """Kills node 1 and starts it again. Does nothing after the last save, because node 0 may have ended."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -329,8 +328,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Removes the file COMPLETE of the newest checkpoint, which the next command must then ignore. Or cuts
-    off half of the largest file: the next command must refuse the checkpoint."""
+    """Damages the newest checkpoint. Without the file COMPLETE, the next command must ignore the checkpoint.
+    With half of the largest file, the next command must refuse the checkpoint."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -450,7 +449,7 @@ def newest(out: Path) -> int:
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
     """Returns what no fault may change: the metrics without times and memory, and the bytes of the exported
-    weights. Raises ValueError if a metric is NaN or infinite, OSError if a file is missing."""
+    weights. Raises ValueError if a metric is not finite, and OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
 
     def refuse(constant):
@@ -466,8 +465,7 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# If the disk is full, TensorBoard's writer thread ends with the traceback OF_TENSORBOARD, and log.Logger
-# makes a new writer.
+# Traceback of TensorBoard's writer thread, which ends if the disk is full. log.Logger makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -588,9 +586,9 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as `chosen` (from `choose`). A strike that came too
-    late is repeated earlier. A strike before the first checkpoint, which it should damage, is repeated
-    later."""
+    """Returns the result line of a run that is struck as `chosen` (from `choose`). If the strike came too
+    late, repeats the run with an earlier strike. If there was no checkpoint to damage, repeats the run with a
+    later strike."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

@@ -57,8 +57,7 @@ def torchrun(ranks: int, *words: object) -> list[str]:
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
     """Makes each call (function, file for the output) in a fork of this process, `jobs` at a time. When a
-    call ends, yields (index of the call, exit status). A fork starts fast, because all modules are already
-    imported."""
+    call ends, yields (index of the call, exit status)."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

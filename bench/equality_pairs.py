@@ -44,7 +44,7 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
 
 
 def unseen(gold: str) -> bool:
-    """Returns whether the pairs of a gold answer are unseen. This holds for about a third of gold answers."""
+    """Returns whether the pairs of a gold answer are unseen, as are about a third of all pairs."""
     return hashlib.sha256(gold.encode()).digest()[0] % 3 == 0
 
 

@@ -16,8 +16,8 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape of tools/plan.py. With 0, `layers` and `vocab` are the
-    shape's."""
+    """Returns the Hugging Face config of a shape of tools/plan.py. layers, vocab: 0 means as in the
+    shape."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -30,8 +30,8 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
-    """Writes the folder `out`: bf16 weights drawn from N(0, 0.02²), tokenizer and train.jsonl. Returns its
-    path. `chat` gives the tokenizer a chat template."""
+    """Writes the folder `out`: bf16 weights drawn from N(0, 0.02²), tokenizer and train.jsonl. Returns the
+    path of `out`. chat: whether the tokenizer has a chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 

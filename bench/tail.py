@@ -75,8 +75,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i] is the time of engine i on a core of its
-    own."""
+    """Returns the seconds until the last engine ends. seconds[i]: time of engine i if it has a core alone."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -163,7 +162,8 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns means over the steps after the first `warm`. For `oldest`, returns the maximum."""
+    """Returns name of a result of Simulation.step -> mean over the steps after the first `warm`. For
+    `oldest`, returns the maximum instead of the mean."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}

@@ -95,7 +95,7 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """Writes how four numbers reach a target. numbers: a solution's four numbers, then its three signs. With
+    """Writes how four numbers reach a target. numbers: the four numbers and three signs of a solution. With
     `slip`, the text sometimes tries other signs first, and the answer is sometimes wrong."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
@@ -175,8 +175,10 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py. In the last third of the texts, `slip` is the probability of a wrong
-    number in a step, and `guesses` that of a guess. `of_row` are further fields of the data's rows."""
+    """Returns a task for tools/tiny.py.
+
+    slip, guesses: probabilities of a wrong number in a step and of a guess, in the last third of the texts
+    of_row: further fields of the rows in the data files"""
     before, after, form = style
 
     def text(numbers, rng, final):

@@ -86,8 +86,8 @@ class Operations(TorchDispatchMode):
 
 # --- ranks
 #
-# pytest's process forks the ranks. It must not fork after it has started vLLM or a process group. So the name
-# of test_z_engines.py, which starts both, makes this file the last in pytest's order.
+# pytest's process forks the ranks, but it must not fork after it has started vLLM or a process group.
+# test_z_engines.py starts both, so it has a name that makes it the last file in pytest's order.
 
 
 def _rank(target, rank, world, port, file, args):

@@ -94,8 +94,8 @@ def original(path: str) -> torch.nn.Module:
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Returns log-probs (T,) of transformers' model, in the layout of data.pack(samples). Prompt tokens get
-    0."""
+    """Returns log-probs (T,) of transformers' model, in the layout of data.pack(samples); 0 at prompt
+    tokens."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -187,8 +187,8 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,) the exported critic's value before each sample's last token. If transformers has no
-    sequence classifier for the family, our critic's head is applied to the hidden state of transformers."""
+    """Returns (N,): the exported critic's value before the last token of each sample, computed by
+    transformers."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

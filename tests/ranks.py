@@ -121,8 +121,8 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Trains a policy for three updates, once with moves between host and device, and once without. Returns,
-    for each training, this rank's shards of weights and optimizer state by name."""
+    """Trains a policy for three updates, once with moves between host and device, and once without. Returns
+    this rank's shards of weights and optimizer state, by name, for both trainings."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -228,7 +228,7 @@ def stopped(cfg, due, *args) -> str:
 
 def elsewhere(cfg, folder: str, other: str) -> str:
     """Trains as if on two hosts: rank 1 has the host name "other", and sees the folder `other` at the path
-    `folder`. Returns "no root" without root rights, because only root can mount folders."""
+    `folder`. Returns "no root" if this user can't mount folders."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -123,8 +123,8 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """The mean of the last five rewards falls below half of its best value at step 12. So an alarm at step 12
-    is not late."""
+    """The mean of the last five rewards falls below half of its best value at step 12. An alarm at step 12
+    still counts."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]
@@ -240,8 +240,8 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """Two packs have 4 and 12 tokens. The mean over the update gives each token the weight 1/16, but the mean
-    of the packs' means gives the weights 1/8 and 1/24."""
+    """Two packs have 4 and 12 tokens. The mean over the update gives each token the weight 1/16. The mean of
+    the packs' means gives the weights 1/8 and 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

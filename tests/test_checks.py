@@ -142,8 +142,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """If the last heartbeat of another host's lock is old, a run takes the lock at once. If not, the run
-    waits DEAD seconds. A new heartbeat in this time refuses the folder."""
+    """If the last heartbeat of another host's lock is old, a run takes the lock at once. Otherwise the run
+    waits DEAD seconds for a new heartbeat. If one comes, the run is refused."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -236,8 +236,8 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """Returns in how many of the `rounds` a signal requested a stop. In each round so many signals come that
-    some arrive while an earlier one is handled."""
+    """Returns in how many of the `rounds` a signal requested a stop. In each round, some signals arrive while
+    an earlier signal is handled."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0

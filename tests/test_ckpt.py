@@ -96,8 +96,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 def trained(kind, out, shard_ranks):
     """Trains a model with the optimizer `kind` for 6 steps. If `out` is given, saves after step 3 and resumes
-    from this checkpoint. Returns the warnings, and weights and optimizer state of the model and of an
-    untrained reference."""
+    from this checkpoint. Returns the warnings, and the weights and optimizer states."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "versions": {}}
 
@@ -132,8 +131,8 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """The checkpoint has the state of step 3, although training continues during the save. Of ranks with
-    equal shards only one writes."""
+    """The checkpoint has the state of step 3, although training continues during the save. If ranks have
+    equal shards, only one of them writes."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -317,7 +316,7 @@ def test_the_command_exports_either_model(two_ranks, tmp_path):
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
     """With --resume PATH a run starts from PATH. After a restart the run continues from its own newest
-    checkpoint. An older checkpoint of its own is refused, because all later steps would be lost."""
+    checkpoint. An older checkpoint in the run's own folder is refused."""
     (there,), (eight, ten) = marked(tmp_path / "there", [6]), marked(tmp_path / "here", [8, 10])
     new, link = tmp_path / "new", tmp_path / "link"
     link.symlink_to("here")
@@ -375,8 +374,7 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
 
 
 def test_signals_are_handled_only_while_training():
-    """After handle_signals, the earlier handlers are back and the grace period no longer kills the
-    process."""
+    """After handle_signals, the earlier handlers are back, and the process is not killed."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -458,8 +456,8 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A new checkpoint never replaces a complete one. A new checkpoint may replace the folder of a crashed
-    save, unless this folder is a link or has files of the user."""
+    """A new checkpoint never replaces a complete checkpoint. It replaces the folder of a crashed save, unless
+    this folder is a link or has files of the user."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -518,8 +516,8 @@ EDITS = {  # edit of a model folder: (JSON file, text, new text, part of the err
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """A run with a KL term resumes with a moved or re-saved model, but not with another one at the same path.
-    Without a reference, the weights may differ. One line says that torz's code was edited."""
+    """A run with a KL term resumes with a moved or re-saved model, but not with another model at the same
+    path. Without a KL term, the weights of the model may differ."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -549,8 +547,8 @@ def in_zones(zones, main, *args):
 
 
 def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_path, capfd):
-    """Two time zones 26 hours apart always have different dates. Two ranks start a run on different dates.
-    The run is resumed and exported on another date. All prompts have the date of rank 0's first start."""
+    """Two ranks start a run on different dates (in time zones 26 hours apart). The run is resumed and
+    exported on another date. All prompts have the date of rank 0's first start."""
     tokenizer, folder = make_tokenizer(), shutil.copytree(base.model, tmp_path / "model")
     tokenizer.chat_template = "[{{ strftime_now('%d %b %Y') }}]{{ messages[-1].content }}"
     tokenizer.save_pretrained(folder)
@@ -675,8 +673,8 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """A user may put copies of checkpoints, folders, files and links into ckpt/. Saves still work and change
-    none of these."""
+    """A user puts copies of checkpoints, folders, files and links into ckpt/. Saves still work and leave the
+    user's files as they are."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):

@@ -216,7 +216,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """If Slurm signals the docs' job script, the script waits for the save and requeues an unfinished run.
+    """After a signal of Slurm, the job script of the docs waits for the save and requeues an unfinished run.
     Without a signal the script exits with srun's status."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1

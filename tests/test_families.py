@@ -68,8 +68,8 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created on the meta device and then rebuild buffers such as rotary frequencies. These
-    buffers must equal transformers' in fp32."""
+    """Models are created on the meta device, so they must compute buffers such as rotary frequencies. These
+    buffers equal those of transformers in fp32."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -112,7 +112,7 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """tools/plan.py counts parameters to 1 %, because it ignores some norms and biases."""
+    """tools/plan.py ignores some norms and biases, so its number of parameters may be wrong by 1 %."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]

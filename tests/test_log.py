@@ -243,8 +243,8 @@ def wandb():
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """Logs `rows` with wandb, in a run that starts at step `start`. Returns the texts of the alarms. killed:
-    the process kills itself two seconds after the last row."""
+    """Logs `rows` with wandb, in a run that starts at step `start`. Returns the texts of the alarms. If
+    `killed`, the process kills itself two seconds after the last row."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:

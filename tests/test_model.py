@@ -47,8 +47,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """With a shared prompt, the error of the gradients of keys and values (against fp64) is at most 1.2 times
-    the error without sharing."""
+    """The gradients of keys and values are compared with fp64. With a shared prompt, the error is at most 1.2
+    times the error without sharing."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
@@ -72,8 +72,8 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
 
 
 def test_a_layer_takes_few_operations(tmp_path):
-    """On a GPU each operation costs the host time to launch a kernel. So one more layer may take at most 126
-    operations."""
+    """One more layer takes at most 126 operations, because on a GPU each operation costs the time to launch a
+    kernel."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
@@ -147,8 +147,7 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
 
 
 def peak_allocated(f, trace: Path) -> int:
-    """Returns the peak bytes that f() allocates, by torch's profiler. The operating system's number varies
-    between passes."""
+    """Returns the peak bytes that f() allocates, by torch's profiler."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         f()

@@ -26,8 +26,8 @@ def base(tmp_path_factory) -> str:
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells. The cells change the current folder and the environment, so this function needs a
-    process of its own."""
+    """Runs all code cells. Needs its own process, because the cells change the current folder and the
+    environment."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -156,8 +156,8 @@ def test_any_engine_but_torchs_is_counted_like_vllm():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A sleeping vLLM holds 0.5 GiB of a GPU. When vLLM loads new weights, engines/vllm_engine.py copies a
-    tied embedding, or embedding and head if vLLM pads the vocabulary."""
+    """A sleeping vLLM holds 0.5 GiB of a GPU. A sync copies a tied embedding, or embedding and head if vLLM
+    pads the vocabulary."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
@@ -204,8 +204,8 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """Each further recomputed layer saves memory, except the last layer. If no number of layers leaves 8 %
-    free, all layers are recomputed."""
+    """Each further recomputed layer except the last saves memory. If no number of layers leaves 8 % free, all
+    layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, whole in c.recompute.items():
         of = peaks(c, name)

@@ -54,7 +54,7 @@ def alone(tiny):
 
 
 def test_gradients_do_not_depend_on_packs(alone):
-    """A large pack computes shared prefixes once. A small pack shares no prefix."""
+    """Large packs compute a shared prefix once, small packs do not. The gradients are equal."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -100,8 +100,8 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's agent keeps its key-value store when it restarts the ranks. So new ranks must not see keys
-    of earlier ranks."""
+    """torchrun's agent keeps its key-value store when it restarts the ranks. The new ranks do not see keys of
+    earlier ranks."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -124,8 +124,7 @@ def state(optimizer):
 
 
 def test_all_of_an_optimizers_state_moves_with_its_model():
-    """After a resume an optimizer's step counts are on the host, but the fused kernel needs them on the
-    GPU."""
+    """An optimizer's step counts move too, because the fused kernel needs them on the GPU."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "meta")
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
@@ -168,7 +167,8 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines use operations that have no deterministic form, so the mode must end with its block."""
+    """The deterministic mode ends with the `with` block, because engines use operations without a
+    deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

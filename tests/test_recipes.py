@@ -97,7 +97,7 @@ DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """In the layout debug, the presets orz-* also have the settings of DEBUG."""
+    """Every preset has the settings of TABLE. In the layout debug, presets orz-* also have those of DEBUG."""
     preset, want = PRESETS[name], TABLE[name]
     assert {k: getattr(preset, k) for k in want} == want
     production, debug = (parse([name, "--layout", layout]) for layout in ("production", "debug"))
@@ -161,7 +161,7 @@ def test_every_term_of_a_preset_has_an_effect(name, base, tmp_path):
                                                    ("rlvr-8b", "rlvr", 12, 0.15)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
     """A tiny chat model that often guesses learns to add. Prompt, extractor, rewards and algorithm come from
-    the preset. In five measured seeds the accuracy rose by far more than `gain`."""
+    the preset."""
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
@@ -363,7 +363,7 @@ def test_a_cosine_falls_to_its_end_and_a_warm_up_may_be_a_share():
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
-    """The metrics equal a naive loop. For pass@k the loop is over all subsets of k samples."""
+    """The metrics equal those of a naive loop, which for pass@k runs over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),

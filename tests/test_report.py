@@ -19,8 +19,8 @@ from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, 
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """Returns a page's tags without attribute values, the texts of its <pre>, and its whole text. The report
-    escapes texts, so every < begins a tag."""
+    """Returns a page's tags without attribute values, the texts inside <pre>, and the whole text without
+    tags."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -156,8 +156,7 @@ def run_of(folder, seed, rows, **changes):
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """A run that is given twice counts once. The flags of a run without config.json are unknown, so this run
-    is a recipe of its own."""
+    """A run that is given twice counts once. A run without config.json is a recipe of its own."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == {f"{ppo[0]} (2 seeds)": ppo, str(slow): [slow]}
@@ -166,7 +165,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At each step a band shows the least and the largest value of the runs. A line shows the runs' mean."""
+    """At each step the band goes from the least to the largest value of the runs, and the line shows the
+    mean."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan

@@ -237,8 +237,8 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """An exception, an exit with any status or a crash fails only the current answer. An error text of
-    several lines becomes one line, because an alarm is one line."""
+    """If a custom reward raises an exception, exits or crashes, only the current answer fails. An error text
+    of several lines becomes one line."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
@@ -448,8 +448,8 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """The trainer is killed while one worker is busy and one is idle. held: another child of the trainer
-    keeps the server's stdin open."""
+    """The trainer is killed while one worker is busy and one is idle. `held`: whether another child of the
+    trainer keeps the server's stdin open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time

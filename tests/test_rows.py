@@ -457,8 +457,8 @@ def gold_check(tokenizer):
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """If more than 1 % of the gold answers can't be graded, a start is refused without --go. Of many gold
-    answers a random sample is checked."""
+    """If more than 1 % of the gold answers can't be graded, a start without --go is refused. If there are
+    many gold answers, a random sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))

@@ -53,9 +53,9 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Samples consecutive steps, step i with the weights of folders[i]. Returns, for each step, (prompt_ids
-    of the samples on all ranks, samples of this rank), and a second list with the trajectories that this rank
-    carries after each step."""
+    """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with an entry for
+    each step: (prompt_ids of the samples on all ranks, samples of this rank), and the trajectories that this
+    rank carries after the step."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -91,8 +91,7 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """A step returns four of seven prompts, each at most two steps after the step in which the prompt
-    began."""
+    """A step returns four of seven prompts. A prompt is returned at most two steps after it began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):

@@ -283,7 +283,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
-    """The environment writes the right answer. No grader reads it, nor does `python reward.py` later."""
+    """The environment writes the right answer, which neither the graders nor `python reward.py` read."""
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
     engine, problems = setup(tiny, "")
     solved = [s for s in samples if r"\boxed{1}" in s.text]

@@ -38,8 +38,8 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns ranks.engine_samples of each rank, for engines of two ranks (--tp 2). The fixture forks ranks,
-    so it must run before this process has a process group."""
+    """Returns ranks.engine_samples of each rank, for engines of two ranks (--tp 2). Must run before this
+    process has a process group, because the fixture forks."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -124,7 +124,7 @@ def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    """While responses to a prompt have equal tokens, the torch engine computes them in one row."""
+    """As long as responses to a prompt have equal tokens, the torch engine computes them in one row."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
     def counted_step(tokens, *rest):
@@ -190,8 +190,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
-    """vLLM on a CPU reads 4,096 tokens in a step, and fails if a prompt is read in two parts. The engine must
-    prevent this."""
+    """vLLM on a CPU reads 4,096 tokens in a step by default, and fails if a prompt is read in two parts."""
     length = CFG.model_len - 8
     prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
     assert CFG.max_num_seqs * length > 5000
@@ -350,7 +349,7 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
     """vLLM resets the prefix cache when it falls asleep and when the engine asks. The test replaces the
-    function that both resets call."""
+    function that both of these calls use."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -365,8 +364,8 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """vLLM already has the right weights, so the self-check finds the fault only after the sync of halved
-    weights."""
+    """A sync changes nothing. The engine already has the right weights, so the self-check finds this fault
+    only after the sync of halved weights."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):

@@ -72,8 +72,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # This is the worst case for memory: two samples share a short prompt. Attention copies the prompt for
-    # each sample, and to store the prompt once saves nearly nothing.
+    # The worst case for memory: two samples share a short prompt. Attention makes a copy of the prompt for
+    # each sample, and sharing the prompt saves nearly nothing.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -87,7 +87,7 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the row of a phase: maxima over two steps. Only the first step creates the optimizer's
+    """Returns the row of a phase: maxima over two steps, of which only the first creates the optimizer's
     state."""
     def most(field):
         return max(step[field] for step in steps)

@@ -112,8 +112,8 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """When a pack moves to the device, keeps in `known` (trainer.HOST) the pack's tensors that decide
-    sizes."""
+    """Patches Pack.to: keeps the pack's tensors that decide sizes in `known` (trainer.HOST), because the stub
+    has only zeros."""
     import data
 
     to = data.Pack.to

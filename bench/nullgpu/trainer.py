@@ -8,7 +8,7 @@ builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The st
 copies from the stub to the host bring zeros. The process group is torch's fake one.
 
 So this program measures torch's real allocator, kernel launches, copies, waits and collectives. The computed
-numbers mean nothing, and the program tells nothing about the speed of a GPU or about NCCL.
+numbers mean nothing, and nothing is measured about the speed of a GPU or about NCCL.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
