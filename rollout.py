@@ -153,7 +153,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     --extractor names. `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # A preset may name an extractor for a data set that the user does not have.
+    # Names that a preset uses are accepted, because the user may not have the preset's data sets.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -198,7 +198,7 @@ class Trajectories:
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
-        self.results = {}  # each key's Grade, or the environment's Reply
+        self.results = {}  # key -> Grade, or the environment's Reply
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
         """Add new trajectories: the prompts, with empty responses."""

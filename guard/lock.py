@@ -122,8 +122,8 @@ def _system():
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid` as text; "" if there is no such process. It distinguishes
-    processes that have had the same pid."""
+    """Returns the start time of process `pid` as text; "" if there is no such process. Two processes that had
+    the same pid have different start times."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

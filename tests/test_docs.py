@@ -127,7 +127,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…`, run in a fork to save the import of torch."""
+    """Returns the output of `python WORDS…`, run in a fork, which need not import torch again."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)

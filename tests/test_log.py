@@ -404,7 +404,7 @@ def check_rows(rows, cfg):
 
 
 def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
-    """--save_samples changes no metric, and can be changed when a run is resumed."""
+    """--save_samples changes no metric. A resumed run may have another --save_samples."""
     cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
                               max_response_len=3)
     everything = dataclasses.replace(cfg, save_samples="all", save_logps=True)

@@ -32,7 +32,7 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
         cost[whole] = backward.get_total_flops()
     c, unique, loss = policy.config, len(p.unique), len(p.loss_tokens)
     of_layer = (forward.get_total_flops() - 2 * loss * c.vocab_size * c.hidden_size) / layers
-    last_product = 2 * unique * c.intermediate_size * c.hidden_size  # no gradient needs this product
+    last_product = 2 * unique * c.intermediate_size * c.hidden_size  # not recomputed, as no gradient needs it
     assert cost[0] == cost[None]
     for whole in range(layers):
         assert cost[whole + 1] - cost[whole] == of_layer - last_product

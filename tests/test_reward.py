@@ -324,8 +324,8 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A reward file may import torch and transformers, although attribute access fails in their lazy
-    modules."""
+    """A reward file may import torch and transformers, although reading an attribute of their lazy modules
+    raises an error."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
