@@ -29,9 +29,9 @@ def main() -> None:
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # Rounding makes a mean gap of up to 0.026 nats (measured by others at 7B, with vLLM's bf16 head). Stale
-    # weights or a wrong temperature make a gap of 0.1 nats or more. A sleeping vLLM keeps about 1 GiB of CUDA
-    # graphs and kernels, and on several GPUs also NCCL's buffers. Memory that grows is a leak.
+    # Rounding makes a mean gap of 0.026 nats (measured by others at 7B, with vLLM's bf16 head). Stale
+    # weights or a wrong temperature make a gap of 0.1 nats or more. On a stub CUDA driver, a sleeping vLLM
+    # kept 0.8 to 1.0 GiB; on several GPUs it also keeps NCCL's buffers. Memory that grows is a leak.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),
