@@ -106,8 +106,8 @@ class StagingBuffer:
         torch._foreach_copy_(list(self.slices.values()), list(local.values()))
 
     def not_finite(self) -> str:
-        """Returns the name of a tensor whose slice on this rank has NaN or infinity, or "" if there is
-        none."""
+        """Returns the name of a tensor whose slice on this rank has NaN or infinity, or "" if all numbers are
+        finite."""
         return next((key for key in self.offsets if not is_finite(self.slices[key])), "")
 
     def write(self, file: Path) -> None:
@@ -120,8 +120,8 @@ class StagingBuffer:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Returns whether all numbers in `x` are finite. If `x` has a NaN, aminmax returns NaN. aminmax is much
-    faster than torch.isfinite."""
+    """Returns whether all numbers in `x` are finite. Looks only at the minimum and the maximum, which are NaN
+    if any number is NaN, because aminmax is much faster than torch.isfinite."""
     return not x.numel() or not x.is_floating_point() or all(end.isfinite() for end in x.aminmax())
 
 
@@ -195,7 +195,8 @@ class Saver:
                  warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        # The thread's collectives need their own process group, because training uses the default group.
+        # The thread's collectives need their own process group. In the default group, they would mix with the
+        # collectives of training, which runs at the same time.
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)

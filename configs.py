@@ -58,7 +58,8 @@ def shorten(text: str, most: int = 66) -> str:
 
 
 def show(text: str) -> None:
-    """Print a text in which problems, responses, messages or file names of the user may occur."""
+    """Print a text that may contain problems, responses or file names. They may contain characters that
+    would change the terminal, so these are escaped (`printable`)."""
     print(printable(text))
 
 
@@ -325,7 +326,8 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """With --carry: number of extra prompts that are sampled together with a step's prompts."""
+        """With --carry: number of prompts that are sampled at once beyond those that a step needs, so that
+        the step can end without its longest responses."""
         return round(self.carry * self.prompts_per_step)
 
     @property
@@ -469,8 +471,8 @@ PRESETS = {
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
         warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
 }
-# A layout sets the number of ranks. Only orz-* presets take the other values, Open-Reasoner-Zero's for
-# debugging.
+# A layout sets the number of ranks. The other values of "debug", those of Open-Reasoner-Zero's debug mode,
+# are set only on the presets whose names begin with orz-.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),

@@ -1,8 +1,8 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
 This file tokenises the rows that grading/rows.py reads, and draws each step's prompts as a pure function of
-(seed, step). It assigns a step's samples to minibatches, ranks and packs. A pack is the tokens of one forward
-pass: several samples end to end.
+(seed, step). It assigns a step's samples to minibatches (one for each update), ranks and packs. A pack is the
+tokens of one forward pass: several samples end to end.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -80,7 +80,7 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # index of the prompt in the step's batch
+    prompt_id: int  # index of the prompt in the step's batch; with --carry, first its number in the run
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
@@ -93,7 +93,7 @@ class Sample:
     answer: str | None = None  # the answer that was extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
     weight: float = 1.0  # the weight of the --reward term `grader`
-    parts: dict[str, float] = field(default_factory=dict)  # name -> weighted value of other reward terms
+    parts: dict[str, float] = field(default_factory=dict)  # other --reward terms: name -> weighted value
     failed: tuple[str, ...] = ()  # names of the graders whose function raised an exception
     in_loss: bool = True  # whether the sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
@@ -133,12 +133,13 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> value, for each number that `score` adds."""
+        """Returns name -> weighted value, for each term of --reward. `score` is the sum of the values."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
     def score(self) -> float:
-        """The number that training maximises: the weighted reward plus the parts."""
+        """The number that training maximises: the weighted reward plus the values of the other terms of
+        --reward."""
         return sum(self.entered.values())
 
 
@@ -165,9 +166,10 @@ class Pack:
     advantages: Tensor  # (T,)
     prompt_share: Tensor  # (T,) with --aggregation prompt: weight of the token in the loss
     longest: int  # number of tokens of the longest segment
-    responses: int  # number of samples that enter the loss; 0 in a filler pack
-    unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
-    inverse: Tensor  # (T,) for each token, its position in `unique`
+    responses: int  # number of samples that enter the loss; 0 in a filler pack (see FILLER)
+    # Tokens that several segments share (a common prompt) are computed once; see unique_prefixes.
+    unique: Tensor  # (U,) indices of the tokens that the model computes
+    inverse: Tensor  # (T,) for each token, the position in `unique` of the token computed for it
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
     ref_logp: Tensor | None = None  # (T,) from the reference
     values: Tensor | None = None  # (T,) from the critic before the step's first update
@@ -306,12 +308,13 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def fix_date(tokenizer: Any, day: str) -> str:
-    """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date. Returns
-    `day`, or "" if the template does not print today's date or if `day` is "". Raises UserError if `day` is
-    no date.
+    """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date, so that
+    prompts do not change overnight. Returns `day`, or "" if the template does not print today's date or if
+    `day` is "". Raises UserError if `day` is no date.
 
-    A template gets today's date from the function strftime_now of transformers. A macro of the same name
-    replaces this function. An exported model has the same template, and so the same date."""
+    A template gets today's date from the function strftime_now of transformers. Here, a macro of the same
+    name is put in front of the template and replaces this function. An exported model has the same template,
+    and so prints the same date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -330,8 +333,8 @@ DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # those 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
-    or "" if the prompts would have other tokens. `form`: the result of prompt_form. If `form` is a text, the
-    template raises an exception for conversations that are not exactly one user turn."""
+    or "" if it would make other tokens. `form`: the result of prompt_form. If `form` is not "", training
+    prompts have a single user turn, so the template raises an exception for any other conversation."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -377,8 +380,8 @@ def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Conf
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts whose sampling begins in this step. The first step also has the
-    extra prompts of --carry."""
+    """Returns the numbers of the prompts whose sampling begins in this step. With --carry, more prompts are
+    sampled at once than a step needs. Therefore the first step also begins the extra prompts."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -389,8 +392,8 @@ def step_of(number: int, cfg: Config) -> int:
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns one replacement for each prompt of the step, for train.resample. The replacements depend only
-    on (seed, step, round)."""
+    """Returns another problem for each prompt of the step. train.resample replaces prompts by these problems,
+    in several rounds. They depend only on (seed, step, round)."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
@@ -413,8 +416,9 @@ def _groups(problems):
     """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
     prompts from the problems `indices`.
 
-    Files with the same integer weight form one group. Each other file is a group of its own. The groups of
-    the last list are kept, so the list must not change after the call."""
+    All files with the same integer weight form one group. A file with a fractional weight is a group of its
+    own. The result is stored and returned again for the same list of problems, so the list must not change
+    after the call."""
     if _kept.get("problems") is problems:
         return _kept["groups"]
     groups = defaultdict(list)
@@ -426,8 +430,9 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems, first ordered by group, then shuffled. With weight 1.3, for
-    example, each problem of the group occurs once, and a random 30 % of them occur a second time."""
+    """Returns two arrays with the same indices, those of an epoch's problems: 1. ordered by group, 2. in
+    random order. With weight 1.3, for example, each problem of the group occurs once, and a random 30 % of
+    them occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -484,12 +489,12 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    FSDP needs the same number of packs on every rank, and all ranks wait for the slowest rank in every pack.
-    So the k-th packs of all ranks get about the same cost.
+    FSDP needs the same number of packs on every rank, and in every pack the ranks wait for the slowest one.
+    Therefore the k-th packs of all ranks get about the same cost.
 
-    A pack computes a prompt once for all samples of the prompt. So samples of one prompt are kept together in
-    units. A unit has at most 1/8 of a pack's tokens and 1/8 of a rank's tokens; a longer sample is a unit of
-    its own."""
+    A prompt is computed once for all its samples in the same pack. Therefore samples of one prompt are put
+    into packs together, as units. So that packs can still be balanced, a unit has at most 1/8 of the tokens
+    of a pack and 1/8 of the tokens of a rank. A longer sample is a unit of its own."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -520,9 +525,10 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Partition items into `bins` lists of nearly equal cost, with the greedy algorithm LPT. Item i has
-    lengths[i] tokens and the cost cost[i] (default: lengths[i]). A list has at most `cap` tokens. Returns
-    lists of item indices, or None if an item fits in no list."""
+    """Divide items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and the cost cost[i]
+    (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if an item
+    fits in no list. The algorithm (LPT) takes the items from the most expensive to the cheapest, and puts
+    each into the list with the lowest cost so far that has room."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -587,11 +593,13 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the tokens that need to be computed only once. Returns
+    """Chooses the tokens that the model computes: of tokens that several segments share, only one copy.
+    Returns
     1. `unique` (U,): indices of the tokens that the model computes
     2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it
 
-    Attention is causal. So if segments begin with the same tokens, these tokens have equal hidden states:
+    A token attends only to earlier tokens of its segment. So if segments begin with the same tokens, these
+    tokens have the same hidden states in all of them:
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)

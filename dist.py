@@ -121,8 +121,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """Returns the process group of this rank's group of `count` neighbouring ranks, or None if `count` is 1.
-    Every rank must call this function."""
+    """Divides the ranks into groups of `count` neighbours: ranks 0 to `count` - 1, and so on. Returns the
+    process group of this rank's neighbours, or None if `count` is 1. Every rank must call this function."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
@@ -252,7 +252,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # x and its home are not the same memory if x is new, or if FSDP has padded an uneven shard.
+        # Usually x is its home, so there is nothing to copy. It is not if x is new, or if FSDP has padded an
+        # uneven shard, which makes a new tensor.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)

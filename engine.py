@@ -9,9 +9,9 @@ An engine samples responses with the policy's weights. It holds the weights only
 To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES. An engine that can free memory also has `unload()`.
 
-A policy that learns from samples of old weights learns wrong things without an error. So an engine gets
-weights only through `awake`, and `generate` raises an error if the engine's weights are not of the requested
-version.
+Training on samples of old weights gives wrong results, but no error that anyone would notice. Therefore an
+engine gets weights only through `awake`, and `generate` raises an error if the engine holds weights of
+another step than the caller expects (`version`).
 
 The random numbers of a response depend only on (key, prompt_id, sample_id)."""
 
@@ -43,8 +43,9 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records memory use in GiB: at each stage of an engine's last `awake`, and the residual, which is the
-    memory that the engine uses while it sleeps. Create the ledger before the engine allocates memory.
+    """Records how much memory is in use, in GiB: at the end of each stage (a named part) of an engine's last
+    `awake`, and the residual, which is the memory that the engine still uses while it sleeps. Create the
+    ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
     torch's memory statistics would count the tensors of a sleeping engine, which use no memory."""
@@ -77,8 +78,8 @@ class MemoryLedger:
         self.mark("trainer")
 
     def end(self) -> None:
-        """Take the last reading of an `awake`, while the engine sleeps. Adds the last reading minus the first
-        reading to the residual."""
+        """Take the last reading of an `awake`, while the engine sleeps. The last reading minus the first one
+        is the memory that the engine did not give back. It is added to the residual."""
         before, _ = next(iter(self.readings.values()))
         torch.cuda.empty_cache()
         self.mark("asleep")
@@ -206,8 +207,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """Context manager: turns any exception into a RuntimeError. The message says what the engine failed
-        to do (`doing`), and has the table of memory readings."""
+        """Context manager: turns an exception into a RuntimeError, but not KeyboardInterrupt or SystemExit.
+        The message says what the engine failed to do (`doing`), and has the table of memory readings."""
         try:
             yield
         except Exception as e:
@@ -248,8 +249,8 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     string.
 
     before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
-    # Number of tokens that may contain a stop string. A token has at least one byte. The 8 extra tokens are
-    # for characters of several bytes.
+    # A stop string has at most this many tokens, because a token has at least one byte. The 8 extra tokens
+    # are for a character of several bytes that is cut at the start of the window.
     window = 8 + max((len(s.encode()) for s in stop), default=0)
     tail, after = before[-window:].tolist(), after[:window].tolist()
 

@@ -17,8 +17,9 @@ Shapes (ppo.py explains packs, segments and updates):
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-The GRPO paper divides by the group's standard deviation ("group_mean_std"). Open-Reasoner-Zero's code does
-not divide, because of a mistake in operator precedence. So ORZ's GRPO is "group_mean_whiten"."""
+The GRPO paper divides by the standard deviation of the group's rewards ("group_mean_std"). The code of
+Open-Reasoner-Zero was meant to do so too, but does not, because of a mistake in operator precedence. What it
+really computes is "group_mean_whiten"."""
 
 import torch
 from torch import Tensor
@@ -100,8 +101,8 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     the number of clipped tokens.
 
     weights (T,): from `token_weights`.
-    correction (T,): importance weight of each token, without gradient, for the difference between the
-        log-probs of engine and trainer; None: 1.
+    correction (T,): factor of each token's loss, without gradient: the token's probability in the trainer
+        divided by that in the engine, which sampled it. None: 1.
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)

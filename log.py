@@ -62,8 +62,9 @@ class Meter:
     def add_quantiles(self, name: str, x: Tensor) -> None:
         """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
 
-        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram from 1e-9 to 100, so
-            the percentile is up to 2.4 % too high."""
+        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram with 100 bins for each
+            factor of 10, so it is up to 2.4 % too high. Values below 1e-9 count as 1e-9, and values above
+            100 as 100."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
@@ -102,7 +103,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     """Add the metrics of the step's samples.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id).
-    parts: names of the reward parts.
+    parts: the NAMEs of the metrics `reward/NAME`, from rollout.part_names.
     turns: true with --env. Then `response_len` includes the environment's tokens, and `response_len/sampled`
         does not.
     per_prompt: number of samples of a prompt. `pass@n` and `uniform_groups` leave out a prompt with fewer
@@ -121,13 +122,13 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.policy_text) for s in samples],
-        # slow: one response a prompt
+        # slow, so only for the first response to each prompt
         "repetition": [repeat_score(group[0].policy_text) for group in groups],
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # a grader may be for one data set only
+    for part in parts:  # a grader may be for one data set only; the mean is over the samples that it graded
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -148,9 +149,9 @@ def reflections(text: str) -> int:
 def repeat_score(text: str) -> float:
     """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1, as in Open-Reasoner-Zero.
 
-    For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). LCP is the length of the longest common
-    prefix of two neighbours in the sorted list of the text's suffixes. Prefix doubling sorts the suffixes in
-    O(n log² n) (Manber and Myers 1990)."""
+    For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). The sum is over all pairs of neighbours
+    in the sorted list of the text's suffixes, and LCP is the length of the longest common prefix of a pair.
+    Prefix doubling sorts the suffixes in O(n log² n) (Manber and Myers 1990)."""
     if not text:
         return 0.0
     n = len(text)

@@ -1,16 +1,21 @@
-"""Policy, critic and reference: Hugging Face decoders that run on packs (data.Pack).
+"""Policy, critic and reference: Hugging Face decoders that run on packs.
+
+A pack (data.Pack) is the input of one forward pass: N segments end to end, without padding between them. A
+segment is one prompt with one response. Tokens that several segments share, such as a common prompt, are
+computed once.
 
 A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the same names as in
 Hugging Face's own classes. For attention, transformers calls `packed_attention`, which has three cases:
 
-    training on CUDA in bf16             varlen kernel
-    training on a CPU, or in fp32        padded rows
-    decoding in the PyTorch engine       with a cache of keys and values
+    training on CUDA in bf16             torch's varlen kernel, which takes segments end to end
+    training on a CPU, or in fp32        torch's ordinary attention; each segment is a row, with padding
+    decoding in the PyTorch engine       ordinary attention to a cache of keys and values
 
 Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
 
-Shapes: T tokens of a pack, U tokens that are computed, S slots of attention (see Segments), N segments, V
-vocabulary, D hidden size, H heads, Hkv heads of keys and values, d head size."""
+Shapes: T tokens of a pack; U of them are computed, and T - U are copies of a computed token; S rows of the
+tensors that attention gets (see Segments); N segments, V vocabulary, D hidden size, H heads, Hkv heads of
+keys and values, d head size."""
 
 import contextlib
 import inspect
@@ -48,8 +53,8 @@ MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirec
 # Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# The supported types of rotary embeddings. In other types, the frequencies depend on the longest sequence of
-# the batch.
+# The supported types of rotary embeddings. In all other types, the frequencies depend on the longest sequence
+# of the batch, so the log-probs of a segment would depend on the pack that it is in.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -86,10 +91,12 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns the rows `index` (S,) of x (U, …). `order` and `offsets` come from RowIndex.groups.
+    """Returns x[index], of shape (S, …), for x (U, …) and index (S,). `index` may name a row several times.
+    `order` and `offsets` come from RowIndex.groups.
 
-    The gradient of a row is the sum of the gradients of all copies of the row. TakeRows sums in fp32 and in
-    the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random order."""
+    The gradient of a row of x is the sum of the gradients of all its copies. The backward pass sums in fp32
+    and in the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random
+    order, so two equal runs would differ."""
 
     @staticmethod
     def forward(ctx, x, index, order, offsets):
@@ -105,7 +112,8 @@ class TakeRows(torch.autograd.Function):
 
 
 class RowIndex:
-    """Takes the rows `index` (S,) from tensors with `count` rows. A row may be taken several times."""
+    """Copies rows of a tensor that has `count` rows: result[i] = x[index[i]]. index (S,) may name a row
+    several times."""
 
     def __init__(self, index: Tensor, count: int) -> None:
         self.index, self.count = index, count
@@ -130,15 +138,16 @@ class RowIndex:
 
 
 class Segments:
-    """The layout of a pack's segments for attention, made once per forward pass.
+    """Arranges the tokens of a pack for attention. Made once per forward pass, used in every layer.
 
-    If several segments begin with the same tokens, these tokens are computed once. But attention needs the
-    shared tokens in front of each of these segments. So the U computed tokens are first copied to S slots,
-    and a shared token gets several slots. All slots of a token have the same attention output, so the output
-    of one slot is used.
+    If several segments begin with the same tokens, the model computes these tokens once. Its tensors then
+    have U rows, fewer than the pack's T tokens. But attention must see the shared tokens at the start of
+    each segment. Therefore queries, keys and values are first copied from U rows to S rows, called slots. A
+    shared token has a slot in each of its segments. The attention output is the same in all its slots, so it
+    is read from one of them.
 
-    With the varlen kernel (CUDA, bf16) the slots are the pack's T tokens. On a CPU, and in fp32, the slots
-    form blocks. Each row of a block is one segment. A dot is padding:
+    With the varlen kernel (CUDA, bf16) there is one slot for each of the pack's T tokens. On a CPU, and in
+    fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -150,21 +159,24 @@ class Segments:
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
-        """The arguments are fields of Pack: cu_seqlens (N+1,), longest, unique (U,) and inverse (T,). Without
-        `unique`, every token of the pack is computed, so U = T."""
+        """The arguments are fields of a Pack of T tokens, U of which are computed.
+
+        cu_seqlens (N+1,): where segments start and end. longest: number of tokens of the longest segment.
+        unique (U,): the pack's token that each computed token stands for. None: all tokens are computed.
+        inverse (T,): for each token of the pack, its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots: for each slot, the index of the computed token in the slot.
-        # outputs (U,): for each computed token, the slot from which its output is read.
-        # Both are None if slot i has computed token i.
+        # slots: for each of the S slots, the index of the computed token that is copied to it.
+        # outputs (U,): for each computed token, the slot from which its attention output is read.
+        # Both are None if nothing must be copied, because slot i would get computed token i.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
             self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
 
     def pad(self) -> None:
-        """Arrange the slots in blocks, as in the picture of `Segments`. `pad` runs on the host, because the
-        sizes of the blocks depend on the lengths of the segments."""
+        """Arrange the slots in blocks, as in the picture of `Segments`. The blocks are laid out on the host,
+        because their sizes, which depend on the lengths of the segments, must be known there."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments share a block if their lengths round up to the same power of 2 (at least 16).
@@ -190,13 +202,14 @@ class Segments:
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Returns (1, U, H, d): causal attention within segments. query: (1, H, U, d); key, value: (1, Hkv, U,
-    d). transformers calls this function in every layer.
+    """Returns the attention output (1, U, H, d) of the pack's U computed tokens. A token attends to itself
+    and to earlier tokens of its segment. query: (1, H, U, d); key, value: (1, Hkv, U, d). transformers calls
+    this function in every layer.
 
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
-    cache: an engines.torch_engine.Cache, which stores the keys and values. None: nothing is stored.
-    segments: None in a decoding step. Then each of the cache's R rows has one new token: query is (R, H, 1,
-        d), and the result is (R, 1, H, d)."""
+    cache: an engines.torch_engine.Cache, which stores the keys and values. None in training.
+    segments: None in a decoding step of the PyTorch engine. The cache then has R rows, one for each
+        response, and each response has one new token: query is (R, H, 1, d), the result (R, 1, H, d)."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -262,10 +275,12 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Computes log-probs and entropies from a linear head, in fp32 and in chunks of tokens. The logits of a
-    chunk have at most CHUNK_BYTES. `backward` computes the logits again, except those of the last chunk.
+    """Computes the log-probs of given tokens, and entropies, from a linear head in fp32. The logits of all
+    tokens (n, V) would take too much memory, so the tokens are divided into chunks, whose logits have at most
+    CHUNK_BYTES. `backward` computes the logits again, except those of the last chunk, which are kept.
 
-    Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs and entropies (n,)."""
+    Inputs: hidden (n, D), weight (V, D), targets (n,) (the tokens whose log-probs are wanted), temperature.
+    Outputs: log-probs (n,) of the targets, and entropies (n,) of the distributions."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
@@ -322,8 +337,8 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. `forward` returns log-probs and entropies, because FSDP gathers
-    the weight only during a forward pass.
+    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits: they
+    are computed from the whole weight, and FSDP gathers the whole weight only during a forward pass.
 
     Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
     the same effect."""
@@ -346,9 +361,9 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class that keeps `__init__` and `__call__`, because for
-    some families vLLM replaces these two methods in transformers' class. Must be called before vLLM
-    starts."""
+    """Returns a subclass of transformers' backbone class that has its own copies of `__init__` and
+    `__call__`. For some families vLLM replaces these two methods in transformers' class when it starts, so
+    this function must be called before vLLM starts."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -390,8 +405,8 @@ class PackModel(nn.Module):
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) from which the heads predict the pack's tokens at indices
-        `at` (n,)."""
+        """Returns the last hidden states (n, D) of the tokens before the pack's tokens `at` (n,), which are
+        indices. From these hidden states, the heads predict the tokens `at`."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
@@ -453,7 +468,8 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """The head computes only the tokens at which pack.mask is true."""
+        """Returns log-probs and entropies, see `logprobs`. The head computes them only for the tokens at
+        which pack.mask is true, which saves most of its work on prompts."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -489,7 +505,8 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# The files of a model that are downloaded. `ignore_patterns` leaves out the same weights in other formats.
+# The files of a model that are downloaded. Files in subfolders, and files whose names begin with
+# consolidated, are ignored: they hold the same weights in other formats.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
@@ -540,8 +557,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder: of the names and sizes of the files, and of about 64 blocks of 4 KiB
-    of each file, because hashing whole files would take too long."""
+    """Returns a hash of a model folder. It covers the names and sizes of the files. Of each file's content,
+    it covers only about 64 blocks of 4 KiB, because hashing whole files would take too long."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -567,7 +584,7 @@ def load_tokenizer(path: str) -> Any:
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of all that a tokenizer does, except for the chat template."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    rules = rules | {"padding": None, "truncation": None}  # settings of the last call
+    rules = rules | {"padding": None, "truncation": None}  # these two depend on how it was called last
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 
@@ -606,7 +623,7 @@ def _load(kind, path, device, shard_fn):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # Not state_dict(), which lists a tied head twice.
+    # Not state_dict(), which lists a tied weight twice: as the embedding and as the head.
     in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
     if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)

@@ -13,8 +13,8 @@ Shapes:
 Log-probabilities and KL are in nats.
 
 Each loss is a sum over tokens, divided by the number of response tokens in the whole update, which the caller
-passes. So neither the packing nor the number of ranks changes a gradient. ORZ takes the mean over the tokens
-of each pack, and then the mean over packs."""
+passes. So neither the packing nor the number of ranks changes a gradient. In ORZ they do: it takes the mean
+over the tokens of each pack, and then the mean over packs."""
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`. The reward of a token outside `mask` is added to the last time
-    step before this token in the same segment."""
+    The time steps t are the tokens in `mask`. A reward at a token outside `mask` is not lost: it is added to
+    the last time step before this token in the same segment."""
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
@@ -113,8 +113,8 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     whole update.
     old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
         pass logp.detach(); the gradient is then that of REINFORCE.
-    correction (T,): importance weight of each token, without gradient, for the difference between the
-        log-probs of engine and trainer; None: 1."""
+    correction (T,): factor of each token's loss, without gradient: the token's probability in the trainer
+        divided by that in the engine, which sampled it. None: 1."""
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages

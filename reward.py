@@ -1,13 +1,14 @@
-r"""Reads the flag --reward, and computes extra rewards for a response's format. As a command, grades a file.
+r"""Reads the flag --reward, and computes extra rewards for a response's format. As a command, grades a file
+of responses, to try a reward.
 
     python reward.py RESPONSES.jsonl --extractor boxed              # grade a file of responses
     with Grader(workers=2) as grader:                               # in a training loop
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The value of --reward is a list of terms, which are graders and parts. A grader compares the response's answer
-with the gold answer, or is a user's function. A part is an extra reward, for example for the format
-(rollout.REWARD_PARTS), which is added to the grader's reward.
+The value of --reward is a list of terms. A term is a grader or a part. A grader compares the response's
+answer with the gold answer, or is a user's function. A part is an extra reward, for example for the
+response's format, which is added to the grader's reward (rollout.REWARD_PARTS).
 
 The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
 answer, else 0."""
@@ -27,7 +28,8 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of --reward: a grader (`kind` or `custom` is set) or a part (neither is set)."""
+    """One term of --reward. If `kind` or `custom` is set, it is a grader, which judges the response's answer.
+    Otherwise it is a part: an extra reward, such as "format", that is added to the grader's reward."""
 
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
@@ -55,7 +57,8 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 def _term(spec, parts):
     """Returns the Term for one text of --reward, such as "math=2". Raises UserError."""
     full, equals, number = spec.rpartition("=")
-    if not equals or "/" in number or ":" in number:  # no weight: the = is in a file path
+    # Without a weight: there is no =, or the last = is in a file path.
+    if not equals or "/" in number or ":" in number:
         full, number = spec, "1"
     try:
         weight = float(number)
@@ -89,8 +92,8 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns the kind of comparison for data rows that name none: the first of KINDS in --reward, or
-    "math"."""
+    """Returns how answers are compared for a data row without the field `reward`: by the first term of
+    --reward that is one of KINDS, or else by "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 

@@ -70,8 +70,9 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-# Reward parts: name -> function(samples of one prompt, config), which returns one number for each sample. A
-# part is used if --reward names the part, or if its flag in BY_FLAG is given.
+# A reward part is a number that is added to the reward of the grader, for example for the response's format.
+# Here: name of the part -> function(samples of one prompt, config), which returns one number for each sample.
+# A part is used if --reward names it, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
     "format": lambda group, cfg: [think_then_answer(s.policy_text) for s in group],
     "tags": lambda group, cfg: [tag_count(s.policy_text) for s in group],
@@ -84,8 +85,8 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part 
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward, graders first. Raises UserError if a term does not exist, or if a user's
-    function has the name of a reward part."""
+    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if a term
+    does not exist, or if a user's function or data set has the name of a reward part."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -100,8 +101,8 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. The first grader is
-    left out if it grades all data sets, because its mean is the metric `reward`."""
+    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. If no grader is for
+    one data set only, the first grader is left out, because its mean is the metric `reward`."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
@@ -130,8 +131,9 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the graders for a data set. The first grader gives the reward, the others give reward parts. If
-    the data set has its own graders, they come first, and answers are not compared."""
+    """Returns the graders for a data set. The first one gives the reward; what the others give is added, like
+    a reward part. If --reward has graders for this data set only (DATASET@FILE.py:FUNCTION), they come
+    first, and answers are not compared."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -285,12 +287,13 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # A text that does not fit counts as a failure of the environment.
+        # A text longer than the rest of the response counts as a failure of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # The policy could not reply to the text. So the trajectory ends without the text, as truncated.
+        # The text would leave no token for the policy's next turn. So the trajectory ends here, without the
+        # text, and counts as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
@@ -354,7 +357,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     old = dist.gather_all(trajectories.open) if carries else ()
     home, by_prompt = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # Every trajectory must be on the same rank as in a run that was not interrupted.
+    # After a resume, carried trajectories may be on other ranks than in a run that was not interrupted. They
+    # are moved to `home`, the same rank in both cases, so that both runs give the same results.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
@@ -404,8 +408,8 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
-    """Distribute the samples `keys` over the ranks. Returns key -> rank, and whether all samples of a prompt
-    are on one rank.
+    """Distribute the samples `keys` over the ranks. Returns key -> rank, and a bool: true if all samples of a
+    prompt are on one rank.
 
     If there are few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at
     about the same time. Otherwise all samples of a prompt go to one rank, so that only one engine computes
@@ -429,7 +433,8 @@ def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
 
     After the moves, two ranks differ by at most one key. As few keys as possible move."""
     ranks, total = len(held), sum(map(len, held))
-    # Ranks that keep one key more than others are the fullest ranks, so that fewer keys move.
+    # If the total is not a multiple of `ranks`, some ranks get one key more. These are the fullest ranks, so
+    # that fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -512,8 +517,8 @@ SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
-    The short name is the file name without its suffix. Names of folders are put in front until the short name
-    is unique and does not start with the name of a split (SPLITS).
+    The short name is the file name without its suffix. If other files have the same name, or if the name only
+    says which split it is (SPLITS: "test", …), the names of the folders above it are put in front.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test

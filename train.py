@@ -139,7 +139,7 @@ class Role:
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is set, whichever flag gives the length
+    cfg: Config  # cfg.steps is set, also if --epochs or --total_episodes gives the length of the run
     world: dist.World
     problems: list[Problem]
     held_out: Sets
@@ -435,8 +435,9 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
 
 
 def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
-    """Called when a response ends. Returns True to abort sampling if a stop was requested. With --tp it never
-    aborts, because the other ranks of the engine would wait for this rank."""
+    """Called when a response ends. Returns True to abort sampling, if a signal has requested a stop. With
+    --tp, sampling is never aborted, because several ranks form one engine, and if only this rank aborted,
+    the others would wait for it for ever."""
     bar.update()
     arrivals.append(time.perf_counter())
     return bool(dist.stop_signal) and cfg.tp == 1
@@ -511,7 +512,7 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 
 
 def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """Returns `values`, one number for each sample, as a tensor (P, n)."""
+    """Returns `values`, one number for each sample, as a tensor (P, n): P prompts with n samples each."""
     return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
@@ -642,7 +643,7 @@ def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns how many response tokens and how many responses the update has over all ranks. packs: this
+    """Returns how many tokens and how many responses enter the loss of an update, over all ranks. packs: this
     rank's packs of the update."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     return tuple(dist.all_sum(here).tolist())
@@ -656,7 +657,7 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
         with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
             for i, packs in enumerate(updates, n * len(updates)):
                 denominators, lr = counts(packs), cfg.lr(role.name, step, i)
-                if denominators[0] == 0:  # a step of AdamW would move the weights, by momentum and decay
+                if denominators[0] == 0:  # even without gradients, AdamW's momentum would move the weights
                     log.alarm(f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
                               step)
                     continue

@@ -84,8 +84,10 @@ class Cache:
         return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Make a cache of n rows from the rows `parents` (n,), which must be sorted. A row that occurs
-        several times in `parents` is copied. Returns (n,): the new row of each entry of `parents`."""
+        """Change the cache, so that it has n rows: one for each entry of `parents` (n,), which names old rows
+        and must be sorted. A row that occurs several times is copied; a row that does not occur is
+        overwritten. Returns (n,): the new row of each entry. As many entries as possible stay where they
+        are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -255,8 +257,9 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true if the response's token of step t is EOS or completes a stop string. Only
-        tokens in `may_stop` are decoded to text, because decoding is slow.
+        """Returns (B,) bool, one for each of the B responses: true if its token of step t is EOS or completes
+        a stop string. Decoding tokens to text is slow, so only responses whose token is in `may_stop` (the
+        tokens in which a stop string can end) are decoded.
 
         token (B,): the tokens of step t
         ids (B, steps): the tokens of steps 0 to t"""
@@ -271,8 +274,8 @@ class TorchEngine(Engine):
 
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns tokens (B,) drawn from softmax(logits / temperature), and the tokens' log-probs (B,) in nats.
-    Temperature 0 takes the token with the highest logit.
+    """Returns tokens (B,) drawn from softmax(logits / temperature), one for each row of logits (B, V), and
+    their log-probs (B,) in nats. Temperature 0 takes the token with the highest logit.
 
     u (B,): uniform random numbers in [0, 1). The sampled token is the first token whose cumulative
         probability is above u."""

@@ -163,8 +163,9 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """Update the packed copy of the head's weights that vLLM computes with on CPUs. For a head that is tied
-    to the embedding, a sync of vLLM does not update the copy."""
+    """On a CPU, update vLLM's packed copy of the head's weights. vLLM computes logits with this copy. When it
+    loads new weights, it updates the copy, but not if the head is tied to the embedding. Then it would go on
+    sampling with the old head."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":

@@ -1,1 +1,1 @@
-"""Grading: formats of data files, which text is the answer, and processes that can be killed."""
+"""Grading: rows.py reads problems and gold answers, answers.py compares answers, worker.py runs graders."""

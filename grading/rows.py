@@ -45,8 +45,8 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# Data converted from CSV often has a list or an object as text. These two patterns find the text, and the row
-# is refused.
+# In data converted from CSV, a list or an object is often written as text. A row with such a text would be
+# misread, so it is refused. These two patterns find it.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -149,7 +149,7 @@ def _fields(row):
 
 
 def _first(fields, *names):
-    """Returns the value of the first field in `names` that is not None; None if there is none."""
+    """Returns the value of the first field in `names` that is not None; None if all of them are missing."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
@@ -186,8 +186,8 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the name of the row's data set; "" if there is none. In Open-Instruct RLVR the name is a list
-    of one text. verl calls the field data_source."""
+    """Returns the name of the row's data set; "" if the row has no such name. In Open-Instruct RLVR the name
+    is a list of one text. verl calls the field data_source."""
     for name in ("dataset", "data_source"):
         value = fields.get(name)
         if isinstance(value, list) and len(value) < 2:
@@ -229,8 +229,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if there is none. Of a worked solution, returns only the content
-    of the box or the text after `####`. Raises UserError."""
+    """Returns the gold answer as text; None if the row has no gold answer. Of a worked solution, returns only
+    the content of the box or the text after `####`. Raises UserError."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -265,8 +265,8 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text; {} if there are none. Raises UserError if a choice is not a
-    text, or if there are more than 26."""
+    """Returns the row's choices: letter -> text; {} if the row has no choices. Raises UserError if a choice
+    is not a text, or if there are more than 26 choices."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))

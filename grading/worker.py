@@ -11,8 +11,8 @@ responses math-verify hangs, fills the memory or crashes, so it runs in other pr
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
 The trainer can't fork the workers, because a process with CUDA and threads must not fork. So a server forks
-them. If the server dies or stalls, the Grader starts another server and sends the open requests again. If the
-trainer dies, the server and its workers end.
+them. If the server dies or stalls, the Grader starts another server and sends all requests without an outcome
+again. If the trainer dies, the server and its workers end.
 
 Departures from Open-Reasoner-Zero:
 
@@ -55,8 +55,8 @@ CACHE = 16_384  # maximum number of cached grades; the samples of a prompt often
 MAX_REPLY = 200_000  # maximum number of characters of a text that an environment returns
 CHUNK = 16  # maximum number of requests in a chunk; each chunk is one message to a worker and costs 0.2 ms
 LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
-MAX_TASKS = 250  # after this number of chunks a worker is replaced, because its sympy caches grow
-ENDED = 222  # exit status of a worker that has ended as planned, after MAX_TASKS chunks
+MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
+ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
 # The server runs this file as __main__, so the names `grading` and `configs` are free for modules that a
 # user's file imports.
@@ -254,9 +254,11 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. A user's function may end the process with status 0. pebble takes status 0 for a
-    planned end, so the request would time out. So a planned end has the status ENDED, which pebble sees as 0.
-    pebble sees every other status as text, such as "0"."""
+    """A worker process. pebble takes exit status 0 to mean that the worker ended as planned, after MAX_TASKS
+    chunks. But a user's function may also end the process with status 0, and then pebble would wait until
+    the request times out. Therefore a worker that ends as planned exits with status ENDED, and `exitcode`
+    shows this to pebble as 0. Every other status, also a real 0, is shown as text, which pebble takes for a
+    crash."""
 
     def run(self):
         super().run()
@@ -285,7 +287,8 @@ def _dispatch(requests, replies, workers, deadline):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
     `replies`. Returns when `requests` closes or the pool breaks.
 
-    If the worker died or timed out in a chunk of several requests, the outcomes are None.
+    If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
+    sends each of these requests again in a chunk of its own.
     """
     import pebble
 
@@ -373,7 +376,7 @@ class Grader(AbstractContextManager):
         self._told = 0  # number of messages in `errors` that new_errors has already returned
         self._grades = {}  # key -> Grade or Reply: the next return value of `results`
         self._cache = {}  # request -> Grade
-        self._pending = {}  # open request -> [(key, extracted answer), ...]
+        self._pending = {}  # request that has no outcome yet -> [(key, extracted answer), ...]
         self._waiting = []  # requests that are not yet in a chunk
         self._size = 1  # number of requests in the next chunk, chosen so that a chunk takes about 0.1 s
         self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
@@ -433,7 +436,7 @@ class Grader(AbstractContextManager):
             self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
-        """Wait until all open requests are done. Returns key -> Grade or Reply for each `submit` and `ask`
+        """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
         since the last call. Raises RuntimeError if the server died or stalled twice in this call."""
         self._send_waiting()
         replaced = False

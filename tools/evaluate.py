@@ -208,8 +208,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward names exactly one grader for each row, without a weight. Weights and
-    further reward parts would have no effect on an evaluation."""
+    """Raises UserError unless --reward names exactly one grader for each row, without a weight. An evaluation
+    uses only the grader's reward, so weights and extra rewards, such as "format", would have no effect."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),

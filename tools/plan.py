@@ -131,7 +131,7 @@ def shape_of(config: dict, name: str) -> Shape:
 
 def read_shape(path: str) -> Shape:
     """Returns the Shape of the model in folder `path`. If the folder has no config.json, returns the Shape in
-    KNOWN whose name is part of `path`. Raises UserError if there is none."""
+    KNOWN whose name is part of `path`. Raises UserError if KNOWN has no such Shape."""
     file = Path(path) / "config.json"
     known = [shape for shape in KNOWN.values() if shape.name in path]
     if known and not file.is_file():
@@ -208,9 +208,9 @@ class Case:
 
 
 def recomputed(case: Case, name: str) -> int | None:
-    """Returns n: the backward pass recomputes the first n layers of a model in whole. The other layers keep
-    the results of their matrix products and of attention, and recompute the rest. None: no layer recomputes
-    anything.
+    """Returns how many layers of a model the backward pass recomputes in whole. These are the first n layers,
+    which keep only their input. The other layers keep the results of their matrix products and of attention,
+    and recompute the rest. None: all layers keep all activations and recompute nothing.
 
     --recompute auto takes the first of None, 0, 1, … whose planned peak memory leaves the share HEADROOM of
     the device free."""
@@ -236,13 +236,13 @@ def _per_token(case, shape, whole):
     1. the activations that all layers keep for the backward pass
     2. the activations that the backward pass of the last layer recomputes
 
-    whole: as `recomputed` returns it"""
+    whole: number of layers that are recomputed in whole, or None, as `recomputed` returns it"""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
     # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # Activations of a layer that is not recomputed in whole: the input, the results of the seven matrix
-    # products and of attention, and attention's log-sums (4 bytes a head, fp32).
+    # What a layer keeps that is recomputed only in part: its input, the results of the seven matrix products
+    # and of attention, and attention's log-sums (4 bytes a head, fp32).
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -274,7 +274,7 @@ def _update_instants(case, name, whole):
     """Returns five Usages: the memory at the five instants of a model's update that may need the most.
 
     name: "policy" or "critic"
-    whole: as `recomputed` returns it"""
+    whole: number of layers that are recomputed in whole, or None, as `recomputed` returns it"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered from the start of the forward pass to the end of the backward pass.
