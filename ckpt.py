@@ -126,8 +126,9 @@ def is_finite(x: Tensor) -> bool:
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset of a slice in the whole tensor, for each slice that this rank writes. If several
-    ranks hold the same slice, only the lowest of these ranks writes it."""
+    """Returns name -> offset in the whole tensor, for each slice that this rank writes. A slice is the part
+    of a tensor that a rank holds. If several ranks hold the same slice, as with --shard_ranks, only the
+    lowest of these ranks writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -169,7 +170,8 @@ def write_samples(file: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """Returns the carried trajectories of all ranks in a checkpoint, ordered by (prompt_id, sample_id)."""
+    """Returns the carried trajectories in a checkpoint: the responses of all ranks that a step left for the
+    next step (--carry), ordered by (prompt_id, sample_id)."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -254,8 +256,8 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones. Returns an error in one line, or "". `every`: the
-        (error, files) of each rank's `_write`."""
+        """Publish the checkpoint and delete old ones. Returns an error in one line, or "" if the checkpoint
+        is complete. `every`: the (error, files) of each rank's `_write`."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -386,9 +388,10 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since the checkpoint was saved, or "". Each rank reads every
-    `ranks`-th file, beginning with file number `rank`."""
-    # DCP would also read a .safetensors file that is not in COMPLETE, so this file counts as changed.
+    """Returns the name of a file that changed since the checkpoint was saved, or "" if all are intact. Each
+    rank reads every `ranks`-th file, beginning with file number `rank`."""
+    # DCP reads all .safetensors files of the folder. One that is not in COMPLETE would change what is read,
+    # so it counts as a changed file.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -569,7 +572,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     state = {}
     for name, tensor in weights:
         if _is_main():
-            # on_host may return pinned memory. The clone is in ordinary memory.
+            # on_host may return pinned memory, of which there is not enough for a whole model. The clone is
+            # in ordinary memory.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
@@ -584,7 +588,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 def _write_export(out, state, config, tokenizer, source, facts):
     """Write a temporary folder beside `out`, then rename it to `out`. An earlier export at `out` is
-    replaced. Raises OSError if `out` is anything else that exists."""
+    replaced. Raises OSError if `out` is a file, or a folder that is no export and not empty."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))

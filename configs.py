@@ -300,7 +300,8 @@ class Config:
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the reference model: its weights may differ from --model's weights."""
+        """Whether checkpoints hold the weights of the reference model. They do if these weights may differ
+        from those of --model, because of --ref_refresh or --start_from."""
         return self.kl_coef > 0 and (self.ref_refresh or self.start_from != "")
 
     @property
@@ -350,8 +351,8 @@ class Config:
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError if not exactly one length is given, or if --freeze_policy_steps
-        leaves no step that trains the policy."""
+        prompts in an epoch. Raises UserError unless exactly one of the three flags is given, and if
+        --freeze_policy_steps leaves no step that trains the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -501,7 +502,8 @@ def changed(old: dict, new: dict) -> list[str]:
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # A new --layout may change the fields that layouts set, unless a flag has set one of these fields.
+    # A run may be resumed with another --layout, which sets other values for some fields. This is accepted
+    # unless a flag has set one of these fields.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
@@ -509,7 +511,7 @@ def changed(old: dict, new: dict) -> list[str]:
 
 def differences(old: dict, new: dict) -> list[str]:
     """Returns a text `key: old -> new` for each key that is in both dicts with different values. `old` was
-    read from JSON."""
+    read from JSON, which has no tuples, so `new` is first converted to JSON and back."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -597,8 +599,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if the model or a data file does not exist. Files that may be on the Hub, and the
-    files of several machines, are checked later."""
+    """Raises UserError if the model or a data file does not exist. Files that may be on the Hub are checked
+    later. In a run on several machines, all files are checked later."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model)):

@@ -140,8 +140,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
     """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. Weights and
     reductions of gradients are fp32. Compute and all-gathers are in `dtype`.
 
-    `recompute`: see PackModel.recompute. On a single rank that computes in fp32, the parameters stay plain
-    tensors."""
+    `recompute`: see PackModel.recompute. A single rank that computes in fp32 has nothing to shard or to
+    convert, so its parameters stay plain tensors."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
@@ -209,16 +209,16 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state, not
-    copied. The state of the weight NAME has names such as NAME.exp_avg."""
+    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state. They are
+    the tensors themselves, not copies. The state of the weight NAME has names such as NAME.exp_avg."""
     tensors = dict(model.named_parameters())  # lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called a home. It stores a weight, buffer or optimizer state while the
-# model is not on the GPU. It has the same shape and sharding.
+# HOMES[model][name] is a host tensor, called a home. While the model is not on the GPU, its home stores a
+# weight, a buffer or a tensor of the optimizer's state, with the same shape and sharding.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 

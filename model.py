@@ -155,6 +155,8 @@ class Segments:
         slots on a CPU           p q a .
                                  p q b c          block of 2 x 4
                                  p q r s t u      block of 1 x 6        S = 14
+
+    The example is smaller than a real one: in the code, all segments of up to 16 tokens share a block.
     """
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
@@ -416,7 +418,8 @@ class PackModel(nn.Module):
         """Allocate the memory of a model that is on the meta device. Tie the parameters, and compute the
         buffers, such as rotary frequencies, in fp32. The caller must then fill the parameters.
 
-        A buffer that transformers does not compute stays NaN, so the error is noticed."""
+        Buffers are first filled with NaN. One that transformers does not compute stays NaN, and then all
+        log-probs are NaN, so the error is noticed."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
@@ -431,7 +434,7 @@ class PackModel(nn.Module):
 
 def keep_products() -> tuple[Any, Any]:
     """Returns the context managers with which `checkpoint` keeps the results of matrix products and of
-    attention, because these results take most of a layer's time."""
+    attention, because computing them again would take most of a layer's time."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -617,8 +620,8 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
-    """Returns a Policy or Critic with the folder's weights. Raises UserError if a tensor is missing in the
-    files, or if the model does not have a tensor of the files."""
+    """Returns a Policy or Critic with the folder's weights. Raises UserError if a tensor of the model is
+    missing in the files, or if the files have a tensor that the model does not have."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)

@@ -95,7 +95,7 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of the reward parts that this run uses."""
+    """Returns name -> weight of the reward parts (extra rewards, see REWARD_PARTS) that this run uses."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
@@ -117,8 +117,8 @@ def reward_files(cfg: Config) -> dict[str, str]:
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, truncated
-    samples get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples that
+    were cut at the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
     if not weights and not cfg.mask_truncated:
         return list(samples)
@@ -209,13 +209,14 @@ class Trajectories:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories that began on another rank or in an earlier step."""
+        """Add trajectories that began on another rank or in an earlier step. Those with a `reason` have been
+        graded; all others are unfinished."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move each open trajectory `key` to rank target[key]. A collective: `target` must be the same on
-        every rank."""
+        """Move each unfinished trajectory to the rank target[key], where `key` is its key in `open`. A
+        collective: `target` must be the same on every rank."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -224,7 +225,8 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      on_response: OnResponse) -> bool:
-        """Sample one round with the weights of step `version`. Calls on_response() each time a turn ends. If
+        """Sample one round with the weights of step `version`: continue each unfinished trajectory up to the
+        end of its turn, by at most `round_len` tokens. Calls on_response() each time a turn ends. If
         on_response() returns True, the round is aborted, and sample_round returns False."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
@@ -429,9 +431,10 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
 
 
 def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
-    """Returns key -> new rank, for the keys that must move to balance the ranks. held[r]: the keys on rank r.
+    """Balances the unfinished trajectories between the ranks. held[r]: the keys of those on rank r. Returns
+    key -> new rank, for each trajectory that must move.
 
-    After the moves, two ranks differ by at most one key. As few keys as possible move."""
+    After the moves, two ranks differ by at most one trajectory. As few as possible move."""
     ranks, total = len(held), sum(map(len, held))
     # If the total is not a multiple of `ranks`, some ranks get one key more. These are the fullest ranks, so
     # that fewer keys move.
@@ -454,7 +457,7 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
         pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
         maj@n         see `majority`; for n above 2
         response_len  mean number of tokens
-        truncated     fraction of truncated responses
+        truncated     fraction of responses that were cut at the length limit
     """
     groups = group_by_prompt(samples)
     right = [sum(s.reward > 0 for s in group) for group in groups]

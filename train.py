@@ -215,16 +215,16 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """Train on a step's samples: compute the log-probs of ref and of the old policy, and the advantages; then
-    update critic and policy."""
+    """Train on a step's samples: compute the log-probs of ref (the reference model of the KL term) and of the
+    policy before its updates, and the advantages; then update critic and policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # Old log-probs are needed for several updates per step, and for a KL term in the reward. Otherwise
-    # policy_pack_loss uses the current log-probs as old log-probs.
+    # Old log-probs, from before the step's first update, are needed for several updates per step, and for a
+    # KL term in the reward. Otherwise they are equal to the current log-probs, which policy_pack_loss uses.
     if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
-        # With optimizer=None, the optimizer's state stays on the host (--offload).
+        # A forward pass needs no optimizer. With optimizer=None, its state stays on the host (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -349,7 +349,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new optimizer. To use another optimizer, change only this function: checkpoints save the
     state of any optimizer."""
-    # On a CPU, AdamW without fused=True updates one parameter at a time.
+    # On a CPU, AdamW without fused=True updates one parameter at a time, which is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              fused=fused)
@@ -377,9 +377,11 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     """Sample and grade the responses of a step. Returns
     1. the batch: the problems of the step, the same list on all ranks;
     2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
-    3. with --carry, this rank's trajectories that are left for the next step; otherwise [].
+    3. with --carry, this rank's trajectories (responses so far) that are left for the next step; otherwise
+       [].
 
-    With --resample_rounds, the metrics are measured before the first resampling."""
+    With --resample_rounds, the metrics are measured before the first resampling, so they include the prompts
+    that are then replaced."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
@@ -398,8 +400,8 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int, meter: Meter,
                    arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """The sampling of `sample_step` with --carry: samples new prompts, and continues trajectories that are
-    left from the previous step. Returns the results of `sample_step`.
+    """The sampling of `sample_step` with --carry: samples new prompts, and continues the trajectories
+    (responses so far) that the previous step left. Returns the results of `sample_step`.
 
     Only after `draw` is it known which prompts form the batch. So prompt_id is first the prompt's number in
     the run (data.numbers_at), and after `draw` an index into the batch."""
@@ -420,8 +422,9 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
-    samples and, with --carry, this rank's trajectories that are left for the next step.
+    """Call `rollout` with the settings of training, and add the reward parts (extra rewards, such as
+    "format"). Returns this rank's graded samples and, with --carry, this rank's trajectories that are left
+    for the next step.
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of resampling.
@@ -446,8 +449,9 @@ def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
 def resample(run: Run, step: int, batch: list[Problem],
              samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
     """Replace uniform prompts by new prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling,
-    arXiv 2503.14476, eq. 11). A prompt is uniform if the grader gives all its samples the same reward; reward
-    parts do not count. Returns the new batch and this rank's samples of the new batch."""
+    arXiv 2503.14476, eq. 11). A prompt is uniform if the grader gives all its samples the same reward. Extra
+    rewards, such as "format", do not count. Returns the new batch and this rank's samples of the new
+    batch."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
@@ -494,7 +498,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
     """Write the samples that --save_samples selects to samples/step_NNNNNN.jsonl:
         all   all samples of every step
-        some  the samples of the first SAVED_PROMPTS prompts, every --eval_every steps (10 without evaluation)
+        some  the samples of the first SAVED_PROMPTS prompts, every --eval_every steps (if it is 0, every 10)
         none  no samples
     """
     cfg, some = run.cfg, run.cfg.save_samples == "some"
@@ -531,9 +535,9 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
-    """Move the samples between ranks and put them into packs. Returns this rank's packs, by minibatch. Every
-    rank gets about equal work and the same number of packs. n_prompts: number of the step's prompts on all
-    ranks.
+    """Move the samples between ranks and put them into packs. Returns this rank's packs, one list for each
+    minibatch. Every rank gets about equal work and the same number of packs. n_prompts: number of the step's
+    prompts on all ranks.
 
     Adds the metrics tokens, unique_share and flops (estimated FLOP of the updates)."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
@@ -549,8 +553,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # Training on a pack costs as much as three forward passes, because a backward pass costs two. The critic
-    # runs one more forward pass, for the values.
+    # Training on a pack costs as much as three forward passes: a forward pass, and a backward pass, which
+    # costs as much as two. The critic runs one more forward pass, for the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -574,8 +578,9 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share` set: 1 / (response tokens of the sample's prompt × number of
-    prompts). Tokens and prompts are counted in the sample's minibatch over all ranks.
+    """Returns the samples with `prompt_share` set, the weight of a token in the loss with --aggregation
+    prompt: 1 / (response tokens of the sample's prompt × number of prompts). Tokens and prompts are counted
+    in the sample's minibatch over all ranks, without samples that are not in the loss.
 
     keys: the number of each sample, from `number_samples`
     prompts[i]: prompt_id of sample number i
@@ -717,8 +722,9 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Returns (T,): (trainer's probability / engine's probability) of each token, at most --tis_clip; 0
-    outside the mask. Returns None if --tis_clip is None.
+    """Returns (T,): the factor of each token's loss that corrects for the difference between engine and
+    trainer. It is the token's probability in the trainer divided by that in the engine, at most --tis_clip;
+    0 outside the mask. Returns None if --tis_clip is None.
 
     logp (T,): log-probs of the policy before the step's first update."""
     if cfg.tis_clip is None:

@@ -55,8 +55,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
     """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four prompts are problems of the data. The
-    fifth prompt has up to 300 tokens, so that it fills a block of vLLM's prefix cache (16 tokens on GPUs, 128
-    on CPUs)."""
+    fifth prompt has up to 300 tokens. vLLM's prefix cache stores only whole blocks (16 tokens on GPUs, 128 on
+    CPUs), so only a long prompt shows whether the cache still has keys and values of old weights."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -70,8 +70,8 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
     largest gap of stages 1, 2 and 4: the mean of |engine's log-prob - trainer's log-prob| over tokens, in
     nats.
 
-    There are four stages. In each stage the engine answers the prompts (prompt_id -> tokens) twice: once
-    greedily, and once by sampling.
+    There are four stages. Each begins with a sync, which copies the trainer's weights to the engine. Then the
+    engine answers the prompts (prompt_id -> tokens) twice: once greedily, and once by sampling.
 
         1  after a first sync                prompts
         2  after sleeping and waking         prompts

@@ -302,7 +302,7 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
 
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
-    """Raises UserError for a part of --reward that can't work:
+    """Raises UserError for an extra reward in --reward that can't work:
 
         format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
         length          compares the samples of a prompt, so a step needs several samples of each prompt"""

@@ -46,8 +46,8 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # At exit, Python kills daemon threads. If this thread were in the store's C++ code, the process would
-    # abort.
+    # At exit, Python kills daemon threads. If it killed this thread inside the store's C++ code, the process
+    # would abort. So `end` first waits for the thread.
     atexit.register(end)
 
 

@@ -203,7 +203,7 @@ class Case:
 
     @cached_property
     def recompute(self) -> dict[str, int | None]:
-        """Returns name of a model -> number of its recomputed layers, as `recomputed` returns it."""
+        """Returns name of a model -> number of its layers that are recomputed in whole (see `recomputed`)."""
         return {name: recomputed(self, name) for name in self.models}
 
 
@@ -338,14 +338,15 @@ def _asleep(case):
 def memory(case: Case) -> list[tuple[str, Usage]]:
     """Returns the instants of a step that may need the most memory, in order of time. Each instant is a pair:
 
-    1. the phase: "sync", "rollout", or the name of the model that is updated;
+    1. the phase: "sync" (the engine gets the policy's weights), "rollout", or the name of the model that is
+       updated;
     2. its Usage, with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time. The gathered weights need a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # engines/vllm_engine.py copies the embedding and the head.
+    # During a sync, VLLMEngine.load keeps a copy of the embedding and of the head (one tensor if tied).
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
@@ -472,12 +473,13 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text. None of them changes the algorithm.
+    """Returns flags that make the case fit, as text. None of these flags changes the algorithm.
 
-    These changes are tried in this order, until one fits:
+    The dict `free` has the flags that save memory and cost only speed. These changes are tried in this order,
+    until the case fits:
 
     1. one flag
-    2. all flags of `free`, which save memory and cost only speed
+    2. all flags of `free`
     3. all flags of `free`, and one more flag
     4. 2, 4, 8, … times as many ranks, alone or with one of the changes 1 to 3"""
     cfg, node = case.cfg, case.local

@@ -57,7 +57,7 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 # --- curves
 
 # The panels of a plot of one recipe. Columns: title of the panel; regular expression for the metrics; scale
-# of the axis. A panel has a line for each metric.
+# of the axis ("share" includes 0 and 1, "variance" ends at -1 and 1). A panel has a line for each metric.
 PANELS = [re.split("  +", row) for row in r"""
 reward                                reward                               share
 held-out accuracy                     eval/.+/avg@\d+                      share
@@ -77,9 +77,9 @@ COMPARED = (r"reward|eval/.+/avg@\d+|response_len|truncated|entropy|grad_norm/po
 
 
 def _draw(figure, title, lines, scale):
-    """Draw a panel of a plot. lines: label of a line -> the curves (step -> value) of its runs. A line shows
-    the mean of the runs, at the steps where all runs have a value. A band shows the range from the lowest to
-    the highest run."""
+    """Draw a panel of a plot. lines: label of a line -> the curves (step -> value) of its runs. scale: a word
+    of PANELS. A line shows the mean of the runs, at the steps where all runs have a value. A band shows the
+    range from the lowest to the highest run."""
     axis = figure.add_subplot(xlabel="step")
     for label, curves in lines.items():
         steps = sorted(set(chain(*curves)))

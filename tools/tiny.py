@@ -72,9 +72,10 @@ class Task(NamedTuple):
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """Returns the addition of a and b by columns, units first: `7+5=12,1+3+4=8` for 37 + 45.
+    """Returns the addition of a and b by columns as a text, units first: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said: column total -> the number to write, which is another number if the text should have a mistake.
+    said: function from the total of a column to the number that is written for it. The default writes the
+        total itself. A function that returns another number makes a text with mistakes.
     """
     columns, carry = [], 0
     while a or b:
