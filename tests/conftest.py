@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
-    """Saves a random Qwen2 of about 90k parameters and the tokenizer of tools/tiny.py."""
+    """Saves a Qwen2 model with about 90k random weights, and the tokenizer of tools/tiny.py."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tools.tiny import make_tokenizer
@@ -59,7 +59,7 @@ def untied(tmp_path_factory) -> str:
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version):
-    """Yields `n` responses to each prompt. prompts: prompt_id -> token ids."""
+    """Yields `n` responses to each prompt (prompt_id -> token ids). The rest is as in Engine.generate."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
 
@@ -94,7 +94,7 @@ def _rank(target, rank, world, port, file, args):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # Forked processes share tqdm's lock. A rank killed while it draws would block all later ranks.
+    # Forked processes share tqdm's lock. A rank killed while it draws a progress bar would keep the lock.
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()
@@ -181,7 +181,7 @@ def run(cfg, out, ranks=1):
 
 
 def maths(rows):
-    """Returns the rows without time and memory, which differ between equal runs."""
+    """Returns rows of metrics without times, speeds and memory, which differ even between equal runs."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 

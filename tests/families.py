@@ -1,6 +1,7 @@
 """Tiny random models of every supported family, and functions that compare our models with transformers'.
 
-Every setting of a family, such as a multiplier or a window, has a value that changes the model's output.
+Every setting of a family, such as a multiplier or a window, has a value that changes the model's output. If
+our model ignores a setting, the comparison fails.
 """
 
 import copy
@@ -33,7 +34,8 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_posit
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
-# Model name -> settings that make() adds to `common`. The name up to the first `-` is the model_type.
+# Name of a test model -> settings of its config.json, besides those that make() gives to all models. The name
+# up to the first `-` is the config's model_type.
 MODELS = {
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
     "qwen2-untied": dict(),
@@ -64,7 +66,7 @@ MODELS = {
 }
 
 
-KEPT = []  # freeing a vLLM engine would destroy state that later engines use
+KEPT = []  # vLLM engines that must stay alive: freeing one would destroy state that later engines use
 
 
 def make(folder: Path, name: str) -> str:
@@ -94,8 +96,8 @@ def original(path: str) -> torch.nn.Module:
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Returns log-probs (T,) of transformers' model, in the layout of data.pack(samples); 0 at prompt
-    tokens."""
+    """Returns (T,): the log-prob of each token of data.pack(samples), computed by transformers' model `hf`; 0
+    at prompt tokens."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -108,7 +110,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     """Returns the largest differences between our model and transformers' model:
 
     logp: of a token's log-prob, in nats
-    gradient: of a parameter's gradient, divided by the gradient's norm"""
+    gradient: norm of the difference of a parameter's two gradients / norm of transformers' gradient"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -132,8 +134,8 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between the log-probs of engine and trainer. kind: torch or
-    vllm. vLLM needs dist.init in this process."""
+    """Returns the largest difference in nats between the engine's and the trainer's log-prob of a sampled
+    token. kind: torch or vllm. vLLM needs dist.init in this process."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)

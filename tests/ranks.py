@@ -51,8 +51,8 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins the process group through the store at `port`. Returns the sum of rank + 1 over the group, and
-    whether the store had the key of an earlier group."""
+    """Joins the process group through the key-value store at `port`; the rank `late` comes a second late.
+    Returns the sum of rank + 1 over the group, and whether it sees the key that an earlier group has set."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -287,12 +287,12 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds. Returns
+    """Samples step 0 with --resample_rounds (replaces prompts whose samples have equal rewards). Returns
 
-    drawn: prompts first drawn
-    prompts: prompts after groups of equal rewards were replaced
-    rewards: this rank's rewards by prompt_id
-    measured: number of groups in the metric pass@n
+    drawn: prompts before the replacement
+    prompts: prompts after the replacement
+    rewards: prompt_id -> rewards of the samples, for this rank's prompts
+    measured: number of prompts over which the metric pass@n is a mean
     alarms: text of alarms.jsonl"""
     run = train.prepare(cfg)
     meter = Meter()
@@ -307,8 +307,8 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """Samples trajectories in rounds of 5 tokens. Returns (prompt_id, sample_id) -> (tokens, turns,
-    is_sampled)."""
+    """Samples conversations with the environment `env`, 5 tokens at a time (--round_len 5). Returns
+    (prompt_id, sample_id) -> (tokens, number of turns, for each token whether the policy sampled it)."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -378,8 +378,8 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the messages of check_gold about the data of `cfg`. If check_gold refuses the data, the last
-    message begins with "refused: "."""
+    """Returns the messages of check_gold, which looks for gold answers that can't be graded in the data of
+    `cfg`. If it refuses the data, the last message begins with "refused: "."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

@@ -30,7 +30,7 @@ WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.
 
 @pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
-    """Without slips, every equation of a solution holds."""
+    """A solution that is written without wrong numbers (probability 0) has only true equations."""
     rng, (work, problems) = random.Random(1), WORKS[task]
     for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
@@ -56,7 +56,7 @@ def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
     for numbers in task.problems(rng)[:500]:
         gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
         right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
-    # A countdown text is wrong only if its last attempt is wrong.
+    # A countdown text may try several calculations. It is wrong only if the last one is wrong.
     least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)
     assert least < fmean(right) < most
 

@@ -142,8 +142,9 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """If the last heartbeat of another host's lock is old, a run takes the lock at once. Otherwise the run
-    waits DEAD seconds for a new heartbeat. If one comes, the run is refused."""
+    """A run renews the time of its lock file again and again (a heartbeat). If another host's lock file has
+    an old time, a new run takes the lock at once. If the time is recent, the new run waits DEAD seconds. It
+    takes the lock if no heartbeat comes, and is refused if one comes."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -152,7 +153,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
     lock.release()
     assert not file.exists()
     monkeypatch.setattr("guard.lock.DEAD", 1.0)
-    for seconds in (0, 10**9):  # a time far in the future is not a heartbeat
+    for seconds in (0, 10**9):  # the second time lies in the future, as from a wrong clock
         file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
         os.utime(file, (time.time() + seconds,) * 2)
         FolderLock(file).claim()
@@ -216,7 +217,8 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """All rewards are 0, so the run would resample for ever without the signal."""
+    """--resample_rounds replaces prompts whose samples have equal rewards. Here all rewards are 0, so the run
+    would replace prompts for ever without the signal."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()
@@ -236,8 +238,8 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """Returns in how many of the `rounds` a signal requested a stop. In each round, some signals arrive while
-    an earlier signal is handled."""
+    """In each of the `rounds`, another process sends 800 signals, so some of them arrive while an earlier one
+    is handled. Returns the number of rounds in which a signal requested a stop."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0

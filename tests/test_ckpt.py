@@ -62,8 +62,8 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """The slices in the safetensors files make up the tensors that a resumed run loads. All other files are
-    JSON."""
+    """Each safetensors file has one rank's slices of the tensors. Put together, they are the tensors that a
+    resumed run loads. All other files are JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -131,8 +131,8 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """The checkpoint has the state of step 3, although training continues during the save. If ranks have
-    equal shards, only one of them writes."""
+    """The checkpoint has the state after 3 steps, although training continues during the save. Two ranks hold
+    a whole model. Of four ranks, the other two hold the same shards again, and do not write them."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -374,7 +374,8 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
 
 
 def test_signals_are_handled_only_while_training():
-    """After handle_signals, the earlier handlers are back, and the process is not killed."""
+    """After handle_signals, the earlier signal handlers are back, and the end of the grace period (seconds in
+    which a run that got a signal must stop) does not kill the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -504,7 +505,9 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     assert "step_000004" in said and "--steps 4 or more, or another --out" in said
 
 
-EDITS = {  # edit of a model folder: (JSON file, text, new text, part of the error; "": the run resumes)
+# Edit of the model folder -> (file, text in it, new text, part of the error). Without a text, one bit of the
+# file is flipped. An error of "" means that the run resumes.
+EDITS = {
     "nothing": ("config.json", "{", "{", ""),
     "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
     "a sampling default": ("generation_config.json", "{", '{"top_k": 3,', ""),
@@ -581,8 +584,8 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """If a file is changed, cut or foreign, then resume, export and `python ckpt.py verify` name this
-    file."""
+    """A file has a changed bit, is cut, or was replaced by another rank's file. Resume, export and `python
+    ckpt.py verify` name this file."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -612,8 +615,8 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
 
 
 def poisoned(out, what):
-    """Saves finite numbers, then a NaN weight or an infinite optimizer state. Returns the second save's
-    message."""
+    """Saves twice: first only finite numbers, then a NaN weight or an infinite number in the optimizer's
+    state. Returns the second save's message."""
     saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()

@@ -75,7 +75,7 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-# Flags and files that docs/forking.md lists as removed features.
+# Names of removed features. docs/forking.md says how to get them back.
 GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "gold.json", "lm_eval.json"}
 
 

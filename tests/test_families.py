@@ -55,7 +55,8 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    """Gradients in bf16 are equal for any number of recomputed layers."""
+    """To save memory, the backward pass may compute some layers a second time (--recompute). For any number
+    of such layers, the gradients in bf16 are equal bit by bit."""
     pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
@@ -68,8 +69,8 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created on the meta device, so they must compute buffers such as rotary frequencies. These
-    buffers equal those of transformers in fp32."""
+    """Models are created on the meta device, where tensors have no values. So buffers that no file has, such
+    as rotary frequencies, are computed afterwards. They equal those of transformers in fp32."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -204,7 +205,7 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
 
 
 def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
-    """If PyTorch's varlen_attn has no sliding windows, a model that needs them is refused on GPUs."""
+    """GPUs use PyTorch's varlen_attn. If it has no sliding windows, a model that needs them is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.load_config(folder_of("olmo3"))
     monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})
@@ -275,7 +276,7 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
-    """Rank 0 copies the model into the cache instead of a download. Rank 1 waits for rank 0."""
+    """A copy into the cache takes the place of the download. Rank 0 makes the copy, and rank 1 waits."""
     from_hub = model.snapshot_download
 
     def snapshot_download(name, local_files_only=False, **options):

@@ -31,16 +31,16 @@ def told(start: str) -> str:
 
 
 # A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
-# docs/forking.md, in the section that the comment above a list names.
+# docs/forking.md.
 
-# Section 1, OPO (arXiv 2505.23585): the baseline is the group's mean reward, weighted by response length.
+# Section 1 of docs/forking.md, OPO (arXiv 2505.23585): the baseline is the mean reward, weighted by length.
 OPO = [
     ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
      told("    if cfg.advantage == ")),
 ]
 
-# Section 1, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
+# Section 1 of docs/forking.md, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
 SAPO = [
     ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
      'ratio: Literal["token", "sequence", "clipped", "soft"]'),
@@ -48,7 +48,7 @@ SAPO = [
      told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
 ]
 
-# Section 2: the reference is a moving average of the policy's weights.
+# Section 2 of docs/forking.md: the reference is a moving average of the policy's weights.
 AVERAGE = [
     ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -56,13 +56,13 @@ AVERAGE = [
 """, told("    for old, new in zip(run.ref")),
 ]
 
-# Section 3: a new metric is the number of digits in a response.
+# Section 3 of docs/forking.md: a new metric is the number of digits in a response.
 DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
      '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
 ]
 
-# Section 4: the engine ends a response that repeats itself.
+# Section 4 of docs/forking.md: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [
     ("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
@@ -71,16 +71,16 @@ ENDS = [
     ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS),
 ]
 
-# Section 4: a run ends when nearly all samples are right.
+# Section 4 of docs/forking.md: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 
-# Section 5: training data is read from CSV files.
+# Section 5 of docs/forking.md: training data is read from CSV files.
 CSV = [
     ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
     ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
 ]
 
-# Section 6: an engine without a cache computes the whole sequence for each token.
+# Section 6 of docs/forking.md: an engine without a cache computes the whole sequence for each token.
 ENGINE = [
     ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
     ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
@@ -88,23 +88,23 @@ ENGINE = [
      told("from engines.slow_engine")),
 ]
 
-# Section 7: Muon optimizes the matrices of the layers.
+# Section 7 of docs/forking.md: Muon optimizes the matrices of the layers.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
      "weight_decay=cfg.weight_decay,\n                             fused=fused)\n", told("    matrices = ")),
 ]
 
-# Section 8: checkpoints are copied to S3.
+# Section 8 of docs/forking.md: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [
     ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
     ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
 ]
 
-# Section 9: the reward has a second part, which falls with the response's length.
+# Section 9 of docs/forking.md: the reward has a second part, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 
-# Section 11: only the last layers are trained.
+# Section 11 of docs/forking.md: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]

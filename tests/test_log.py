@@ -54,7 +54,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-# Alarm -> (metrics that raise the alarm, number of steps until then, words of the alarm).
+# Alarm -> (metrics that raise the alarm, number of steps within which it is raised, words of its text).
 WRONG = {
     "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
@@ -145,7 +145,7 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """UTF-8 can't encode a lone surrogate."""
+    """UTF-8 can't encode a lone surrogate (half of a UTF-16 pair), but the saved response keeps it."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
     assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    """If the disk is full, a row is written at the next step or when the Logger is closed."""
+    """A row that a full disk refuses is written at the next step, or when the Logger is closed."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
     for step, next_one in (2, lambda: logger.step(3, {"reward": 0.5})), (4, logger.close):
         for file in files:
@@ -206,7 +206,7 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """A mean is over all values of all ranks. The 99th percentile is at most 2.4 % too high."""
+    """A mean is over all values of all ranks. A 99th percentile (by a histogram) is up to 2.4 % too high."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -266,7 +266,7 @@ def wandb_records(file):
         size, kind = struct.unpack("<HB", data[at + 4:at + 7])
         record += data[at + 7:at + 7 + size]
         at += 7 + size
-        at += (-at % 32768) * (-at % 32768 < 7)  # no header fits into the end of a block
+        at += (-at % 32768) * (-at % 32768 < 7)  # a block of 32 KiB ends here: no room for a header (7 bytes)
         if kind in (1, 4):  # the record ends here
             yield Record.FromString(record)
             record = b""
@@ -311,7 +311,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
 
 
 class ListTracker(Tracker):
-    """This tracker raises an error at step 2."""
+    """A tracker that writes each row to a file, but raises an error at step 2."""
 
     def start(self) -> None:
         (self.out / "tracked").mkdir(exist_ok=True)
@@ -447,7 +447,7 @@ ELSEWHERE = {"mfu"}  # only runs on a GPU have these metrics
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """docs/metrics.md lists every metric of two runs exactly once, and no other metric."""
+    """docs/metrics.md has each metric of a usual run and of a run with the settings of ONLY exactly once."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

@@ -18,8 +18,9 @@ WORST: dict[str, float] = {}  # function -> largest error; conftest.py prints th
 
 
 def ragged(seed: int):
-    """Returns a random pack: the mask (T,) of sampled tokens, cu_seqlens (N + 1,), and the random generator.
-    Some response tokens are not sampled, like the texts of an environment."""
+    """Returns a random pack of T tokens in N segments (prompt and response): the mask (T,) of sampled tokens,
+    cu_seqlens (N + 1,) (each segment's first token, then T), and the random generator. Some response tokens
+    are not sampled, like the texts of an environment."""
     g = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(int(torch.randint(1, 7, (), generator=g))):

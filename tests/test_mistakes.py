@@ -166,7 +166,8 @@ def test_help_into_a_closed_pipe_is_no_traceback():
     assert subprocess.run(["bash", "-c", pipe], capture_output=True, text=True).stderr == ""
 
 
-# Escape sequences with 7 and 8 bits that change screen and title, a carriage return, a change of direction.
+# What could harm a terminal: escape sequences that clear the screen and set the title (one of them in its
+# 8-bit form), a carriage return, and a character that reverses the direction of writing.
 HOSTILE = "\x1b[2J\x1b]0;x\x07\x9b2J\r\u202e"
 RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 

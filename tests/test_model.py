@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """A fully recomputed layer costs one more forward pass. A layer that keeps its products (--recompute 0)
-    costs nothing."""
+    """Counts the FLOP of matrix products. A layer that the backward pass computes again in whole costs one
+    more forward pass. A layer that keeps its products' results (--recompute 0) costs no more FLOP."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):
@@ -47,8 +47,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """The gradients of keys and values are compared with fp64. With a shared prompt, the error is at most 1.2
-    times the error without sharing."""
+    """64 responses share one prompt. The error (against fp64) of the bf16 gradients of its keys and values is
+    at most 1.2 times the error that they have if each response has its own copy of the prompt."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
@@ -72,8 +72,7 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
 
 
 def test_a_layer_takes_few_operations(tmp_path):
-    """One more layer takes at most 126 operations, because on a GPU each operation costs the time to launch a
-    kernel."""
+    """One more layer adds at most 126 operations. On a GPU each of them costs the launch of a kernel."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
@@ -85,7 +84,7 @@ def test_a_layer_takes_few_operations(tmp_path):
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
-    """The gradients of TakeRows equal those of index_select."""
+    """TakeRows copies rows of a tensor, as index_select does, and has the same gradients."""
     g = torch.Generator().manual_seed(0)
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
@@ -171,14 +170,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
 
 
 def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
-    """A head's weights have standard deviation 1/(D + 1), with D = 64."""
+    """A head's weights have standard deviation 1/(D + 1). Here the hidden size D is 64."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
 
 
 def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
-    """A new critic's values have standard deviation √D/(D + 1), with D = 3584."""
+    """A new critic's values have standard deviation √D/(D + 1). Here the hidden size D is 3584."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)

@@ -156,8 +156,9 @@ def test_any_engine_but_torchs_is_counted_like_vllm():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A sleeping vLLM holds 0.5 GiB of a GPU. A sync copies a tied embedding, or embedding and head if vLLM
-    pads the vocabulary."""
+    """A vLLM that sleeps while the trainer works holds 0.5 GiB of a GPU. A sync (the load of new weights into
+    vLLM) makes a copy of the embedding if the head uses the same weight (1.5b), and copies of embedding and
+    head if vLLM pads the vocabulary (7b with --tp 16)."""
     awake, asleep = (memory(case("orz-7b", "--engine", kind, world=32)) for kind in ("torch", "vllm"))
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
@@ -181,7 +182,7 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """A forward pass costs 2 FLOP per multiplication."""
+    """A forward pass costs 2 FLOP per parameter and token, and 2 per multiplication in attention."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)

@@ -36,7 +36,8 @@ JOBS = {
     "grpo": dict(algo="grpo", aggregation="response"),
     "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten",
                            aggregation="max_len"),
-    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),  # most ranks run fillers
+    # ranks without a sample compute a filler: a pack whose tokens are not in the loss
+    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),
 }
 
 
@@ -73,7 +74,7 @@ def test_gradients_on_two_ranks_equal_those_on_one(tiny, alone):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, two ranks shard the weights, and the other two ranks have the same shards."""
+    """With --shard_ranks 2, two ranks shard the weights, and the other two hold copies of their shards."""
     chosen = [0, len(JOBS) - 1]
     replicated = (config(tiny, shard_ranks=2), make_samples(24))
     for got in run_ranks(4, all_gradients, [*(jobs(tiny)[i] for i in chosen), replicated]):

@@ -324,7 +324,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
     """The rewards `format` and `tags` need <think> in the response, so they are refused if the prompt ends
-    with <think>. The reward `length` is refused if a prompt has one sample."""
+    with <think>. The reward `length` compares a prompt's samples, so it is refused if there is only one."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -391,7 +391,8 @@ def gathered(samples, n):
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """The standard error of the differences equals a bootstrap."""
+    """The scores are subtracted problem by problem. The standard error of their mean difference is that of a
+    bootstrap, and less than half of the standard error for two independent sets of problems."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -624,7 +625,7 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
     """The start is refused if the second model has too few positions, or if vLLM can't run both models in one
-    process. If the second model fails to load, the first model has results."""
+    process. If the second model fails to load, only the first model has results."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

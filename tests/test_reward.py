@@ -54,7 +54,8 @@ def alive(pid: int) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the server has replied. Then makes the Grader send each request at once."""
+    """Waits until the Grader's server process has replied. From then on, the Grader sends each request at
+    once, instead of collecting several. Returns whether the reward function `spec` could be called."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
     grader._size = 1
@@ -134,7 +135,7 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize(("name", "kind"), [("aime2024", "math"), ("gpqa_diamond", "choice")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """In an evaluation set no two different gold answers are equal."""
+    """The grader takes no gold answer of an evaluation set for another gold answer of the set."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -145,7 +146,8 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- the Grader
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """The limit of 2 s counts each answer alone. One worker needs 3 s for all 12 answers."""
+    """Each answer may take 2 s (WALL times the deadline). One worker needs 3 s for all 12 answers, and none
+    of them fails, because the wait in the queue does not count."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -324,8 +326,8 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A reward file may import torch and transformers, although reading an attribute of their lazy modules
-    raises an error."""
+    """A reward file may import torch and transformers. The worker looks at all loaded modules, but some of
+    these libraries load lazily, and raise an error when one reads an attribute of them."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"

@@ -478,7 +478,8 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """In an evaluation set, gold answers that can't be graded give only a warning."""
+    """In an evaluation set, gold answers that can't be graded give only a warning. Training data are checked
+    also if only the second term of --reward compares answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -579,7 +580,8 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """A prompt of 20 tokens is dropped with --max_model_len 20, and kept with --eval_response_len 99."""
+    """With --max_model_len 20, a prompt of 20 tokens leaves no room for a response, so it is dropped.
+    --eval_response_len 99 makes more room in evaluation, so there it is kept."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

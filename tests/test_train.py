@@ -30,7 +30,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The metric `reward` is the first grader's mean. A part that raises an error counts as 0."""
+    """The metric `reward` is the mean of --reward's first term. A term that raises an error counts as 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)

@@ -54,8 +54,8 @@ def setup(folder: str, **settings):
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
     """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with an entry for
-    each step: (prompt_ids of the samples on all ranks, samples of this rank), and the trajectories that this
-    rank carries after the step."""
+    each step: (prompt_ids of the samples on all ranks, samples of this rank), and this rank's trajectories
+    that the next step continues."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -91,7 +91,7 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """A step returns four of seven prompts. A prompt is returned at most two steps after it began."""
+    """Seven prompts are in progress; each step returns four, each at most two steps after it began."""
     steps, left = six_steps
     cfg, seen = setup_cfg(), []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
@@ -158,8 +158,8 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob equals the trainer's log-prob with the weights of the token's version.
-    `fresh_tokens` are the tokens of the step's own version."""
+    """A sample says for each token which version (step) of the weights sampled it. The token's log-prob is
+    the trainer's with these weights. `fresh_tokens` are the tokens of the step's own version."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -186,7 +186,8 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """After the moves, ranks differ by at most one trajectory. As few trajectories as possible move."""
+    """Between two rounds, unfinished trajectories move from ranks with many to ranks with few. Afterwards the
+    numbers of two ranks differ by at most one. As few trajectories as possible move."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]

@@ -132,7 +132,8 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """Only sampled tokens have a mask, log-probs and advantages. The reward is at a sample's last token."""
+    """The mask is True at the tokens that the policy sampled. Only these have log-probs and advantages. A
+    sample's reward is at its last token."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -324,7 +325,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     engine.__class__ = Spy
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        for round in ((), (2,), (3,), (4,)):  # random keys of the rounds of --resample_rounds
+        for round in ((), (2,), (3,), (4,)):  # what each round of --resample_rounds adds to the random key
             rollout.rollout(engine, grader, problems, 3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
     assert len(seen) > 60 and len(set(seen)) == len(seen)
 
@@ -332,8 +333,8 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """The limits of response and model length hold for all turns together. A trajectory that --max_turns ends
-    is not truncated."""
+    """The limits of response and model length hold for all turns together. A trajectory that ends because of
+    --max_turns does not count as truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
@@ -393,7 +394,7 @@ def test_evaluation_uses_the_environment(tiny, env):
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
-    """The model can guess a sum, or call the calculator."""
+    """The model can guess a sum, or call a calculator in a first turn. It learns to call the calculator."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15

@@ -124,7 +124,7 @@ def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    """As long as responses to a prompt have equal tokens, the torch engine computes them in one row."""
+    """As long as responses to a prompt have equal tokens, they are one row of the torch engine's batch."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
     def counted_step(tokens, *rest):
@@ -166,7 +166,7 @@ def test_stale_weights_are_refused(engine, policy, prompts):
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
-    """A sample depends only on `key`, prompt_id and sample_id."""
+    """A sample depends on `key`, prompt_id and sample_id, but not on the samples drawn beside it."""
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
@@ -339,7 +339,9 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    generate(vllm, other, prompts)  # without the repacking, vLLM keeps the head of these weights
+    # vLLM computes with a packed copy of the head, which now has these weights. Without _repack_tied_head, a
+    # sync of other weights does not update the copy.
+    generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
     assert "after the first sync" in error and "greedy" in error and "tied head" in error and gap > 0.1
@@ -348,8 +350,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """vLLM resets the prefix cache when it falls asleep and when the engine asks. The test replaces the
-    function that both of these calls use."""
+    """The prefix cache has keys and values of earlier prompts, which are wrong for new weights. vLLM resets
+    the cache when it falls asleep and when the engine asks. Both call the function that the test replaces."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -364,8 +366,8 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """A sync changes nothing. The engine already has the right weights, so the self-check finds this fault
-    only after the sync of halved weights."""
+    """The test makes every sync lose its weights. The engine already has the right weights, so the self-check
+    finds this fault only when it syncs halved weights and nothing changes."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
