@@ -47,12 +47,11 @@ KINDS = ("math", "choice", "exact")
 
 # --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
-# Both patterns also match \\, \{ and \}, so that `_boxes` can ignore them: they open or close no group.
+# BRACE also matches \\, \{ and \}, so that `_boxes` can ignore them: they open or close no group.
 PLAIN = str.maketrans({
     "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
     **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
-BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
-ANY_BOX = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
+BRACE = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 BETWEEN_BOXES = re.compile(
     r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
@@ -73,18 +72,18 @@ def extract_answer(text: str) -> str | None:
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
-        if opened and (boxes := _boxes(inside, BRACE)):
+        if opened and (boxes := _boxes(inside)):
             return inside[slice(*boxes[-1][1:3])].strip() or None
     return None
 
 
-def _boxes(text, brace):
+def _boxes(text):
     r"""Returns the positions of all balanced \boxed{}, sorted: (start of the box, start of its content, end
-    of its content, end of the box). brace: the pattern BRACE or ANY_BOX."""
+    of its content, end of the box)."""
     # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
     # belongs to no \boxed.
     found, stack = [], []
-    for match in brace.finditer(text):
+    for match in BRACE.finditer(text):
         if match[1]:
             stack.append((match.start(), match.end()))
         elif match[2] == "{":
@@ -103,7 +102,7 @@ def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
     side are one answer, joined by semicolons. So a response can't win by offering several answers."""
     text = _after_thought(text)
-    boxes = _boxes(text, ANY_BOX)
+    boxes = _boxes(text)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
     parts, start = [], None
     for box in sorted(boxes, reverse=True):
@@ -194,44 +193,42 @@ def _pairs(text):
     return {key: value + " " * value[-1].isalpha() for key, value in pairs}
 
 
-STYLES = """left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
-    boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
+STYLES = r"""! left. right. left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle
+    textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
     checkmark"""
-# Each command and what replaces it.
-COMMANDS = dict.fromkeys(STYLES.split(), "") | dict(quad=" ", qquad=" ") | _pairs(r"""
-    lor ; vee ; land ; wedge ; lvert | rvert | vert | mid | lt < gt > lbrace \{ rbrace \} langle ( rangle )
-    colon : div / times * cdot * dfrac \frac tfrac \frac cfrac \frac leq \le leqslant \le geq \ge geqslant \ge
-    neq \ne bar \overline dot \overline degree ^\circ varnothing \emptyset backslash \setminus bigcup \cup
-    Omega "ohms" over \infix_frac choose \infix_binom mod \pmod bmod \pmod lg \log_{10}""")
-SYMBOLS = {**dict.fromkeys([r"\,", r"\;", r"\:", r"\ "], " "),
-           **dict.fromkeys([r"\!", r"\left.", r"\right."], ""),
-           **_pairs(r"<= \le >= \ge != \ne ** ^ % \% {:} :")}
-WORDS = _pairs(r"""
-    or ; and ; to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
+# Each word, sign or command that has another spelling, and this spelling.
+SPELLINGS = {rf"\{name}": "" for name in STYLES.split()} | dict.fromkeys(
+    [r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ") | _pairs(r"""
+    \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
+    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac
+    <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot \overline
+    \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms" \over \infix_frac
+    \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
+    or ; and , to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
     tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty
+    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}
     theta \theta alpha \alpha beta \beta""")
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | (?P<symbol>\\\\|\\(?:left|right)\.|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ])
-  | \\(?P<command>[A-Za-z]+)\ ?
+  | \\\\|\\(?:left|right)\.|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies after TOKEN, in this order.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
-    (r"^([+-]?)\$ ?(?=[\d.])", r"\1\\$"),  # dollars
+    (r"^([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
     (r'"per" ?"cent"|"per cent"', r"\\%"),
-    (r"√ ?(\d+)", r"\\sqrt{\1}"),
-    (r"√", r"\\sqrt "),
+    (r"√ ?(\d+|\w|\([^()]*\))", r"\\sqrt{\1}"),
     (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
     (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
     (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
+    (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]*?)(\d+(?:\.\d+)?)"degrees"', r"\1\\frac{\2\\pi}{180}"),
     (r'("degrees") ?([CF])(?![a-z])', r'\1"\2"'),
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
@@ -241,7 +238,6 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
      r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
     (r"\s+", " "),
     (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
-    (r'("[^"]*" ?/ ?)([a-z]+)(?!\w)', r'\1"\2"'),
     (r'" ?"', " "),
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
@@ -259,8 +255,9 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+ ?[a-z](?:,[a-z])*\\in ?'
      r"\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
+    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?((?:\d+\.?\d*|\.\d+)(?:\*10\^\{\d+\})?)', r"\2 \1"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
-    (r"(?<![\\\w}^\]\)])\{([^{}]*)\}", r"\1"),
+    (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
     (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # \pi\approx3.14 becomes \pi
@@ -287,19 +284,17 @@ def normalise(text: str) -> str:
 
 
 def _token(match):
-    if match["symbol"]:
-        return SYMBOLS.get(match[0], match[0])
-    if match["command"]:
-        return COMMANDS.get(match["command"], match[0])
     if match["text"] is not None:
         single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
         return match["text"] if single else LETTERS.sub(_quoted, re.sub(r"\$|\\[,;:!]", " ", match["text"]))
-    return _quoted(match) if match["word"] and _is_word(match) else match[0]
+    if match["word"]:
+        return _quoted(match) if _is_word(match) else match[0]
+    return SPELLINGS.get(match[0].rstrip(), match[0])
 
 
 def _quoted(match):
     word = match[0].replace(".", "")
-    return WORDS.get(word.lower(), f'"{word}"')
+    return SPELLINGS.get(word.lower(), f'"{word}"')
 
 
 def _is_word(match):
@@ -307,11 +302,9 @@ def _is_word(match):
     outside of \text{}."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
-    if word in UNITS and len(word) > 1:
-        return bool(re.fullmatch(r"[\d })]", before[-1:]))
     if word in UNITS:
-        return bool(re.fullmatch(r"[\d})] ", before))
-    if word in WORDS:
+        return bool(re.fullmatch(r".?[\d })]" if len(word) > 1 else r"[\d})] ", before))
+    if word in SPELLINGS:
         return True
     glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
     return not glued and (len(word) > 2 or word in NO_UNIT)
@@ -331,18 +324,15 @@ class Reading(NamedTuple):
         kind        parts
         number      a Number
         quantity    (Reading of the number, words of the unit)
-        base        (digits, base): both are text
-        residue     (modulus, [Reading])
-        ratio       Fractions
         list        Readings of the elements of a list or set
-        tuple       (brackets, Readings of the elements); brackets are "=" for x=1, y=2
+        tuple       (brackets, Readings of the elements). Brackets are "=" for x=1, y=2. They are ":" for a
+                    ratio, "mod 7" for a residue, and the shape of a matrix
         intervals   (variable or None, [(brackets, [low, high]), ...])
-        matrix      (shape, Readings of the cells)
         named       (name before `=`, Reading of the text after it)
         chain       (texts before the last `=`, Reading of the number after it), as in 3+4=7
-        text        the words in lower case, without articles and plural s
+        text        the words in lower case, without articles and plural s; a letter; digits and their base
 
-    The other kinds have no parts (None): equation, relation, letters and expression."""
+    The other kinds have no parts (None): equation, which may be an inequality, and expression."""
     kind: str
     text: str
     parts: Any = None
@@ -355,21 +345,20 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 UNITS = ALIASES.keys() | {f"{alias}s" for alias in ALIASES if len(alias) > 2}
-MULTIPLIERS = dict(dozen=12, hundred=100, thousand=10**3, million=10**6, billion=10**9, trillion=10**12)
 # Words after a number are a unit, as in `5 meters`. With one of these words, the whole is text: `5 or more`.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
     quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth
     permille     mille base binary octal decimal hex hexadecimal ten
-    score gross lakh crore""".split())
+    score gross dozen lakh crore""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
-    r"([+-]?)(?=\.?\d|\.\\)(\d{1,3}(?:,\d{3}){1,12}|\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
+    r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
     r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
 FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
-FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})/([+-]?\d{1,40})", re.ASCII)
+FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
@@ -385,19 +374,15 @@ NAME_FRACTION = re.compile(
 VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?")
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
-LETTER_RUN = re.compile(r'[A-Z]{2,}|"?[A-Za-z]"?')
-MATRIX = re.compile(  # a matrix, or a factor and a matrix
-    r"(-?(?:(?:\d|\\frac|\\sqrt)[\w{}\\./]*)?)"
-    r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\2matrix\}[)\]]?", re.DOTALL)
+LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
+MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?", re.DOTALL)
+ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", re.DOTALL)
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
-SEPARATORS = {name: re.compile(f"{BRACKET}|(?P<separator>{pattern})") for name, pattern in {
+SEPARATORS = {name: re.compile(f"(?P<separator>{pattern})|{BRACKET}") for name, pattern in {
     "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":", "bar": r"[|:]",
     "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
-    "row": r"\\\\", "cell": "&",
+    "row": r"\\\\", "cell": "&", "closed": r"(?<=[)\]}])(?!$)",
 }.items()}
-MONEY = re.compile(r'([+-]?)(?:\\\$|"(euros|pounds|cents)") ?(?=[\d.])')
-ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)[^\"]*\"degrees")
-DEGREES = re.compile(r'(\d+(?:\.\d+)?)"degrees"')
 ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
 PLURAL = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
@@ -410,7 +395,7 @@ def _split(text, name):
     2. the separators."""
     parts, found, depth, start = [], [], 0, 0
     for match in SEPARATORS[name].finditer(text):
-        if match["separator"]:
+        if match["separator"] is not None:
             if depth == 0:
                 parts.append(text[start:match.start()].strip())
                 found.append(match[0].strip())
@@ -423,15 +408,8 @@ def _split(text, name):
 def _brackets(text):
     """Returns (opening bracket, content, closing bracket) if one pair of brackets encloses the whole text,
     else None."""
-    depth = 0
-    for match in SEPARATORS["cell"].finditer(text):
-        if depth == 0 and (match.start() > 0 or match[0] not in ("(", "[", "{", r"\{")):
-            return None
-        depth += bool(match["open"]) - bool(match["close"])
-        if depth == 0:
-            left = r"\{" if text[0] == "\\" else text[0]
-            return (left, text[len(left):match.start()], match[0]) if match.end() == len(text) else None
-    return None
+    match = ENCLOSED.fullmatch(text)
+    return match.groups() if match and not _split(text, "closed")[1] else None
 
 
 @lru_cache(4096)
@@ -447,16 +425,14 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
-    parts, found = _split(text, "list")
     groups, _ = _split(text, "group")
+    parts = groups if len(groups) > 1 else _split(text, "list")[0]
     if len(parts) == 1:
         if len(PLUS_MINUS.findall(text)) != 1 or _split(text, "equal")[1]:
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
-    elif DECIMAL.fullmatch(text) or not all(parts):
+    elif not all(parts):
         return None
-    elif "," in found and _one_name(groups, depth):
-        parts = groups  # x=1, y=2; x=3, y=4
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
     elements = [e for part in parts for e in _several(read(part, depth))]
     kinds = {e.kind for e in elements}
@@ -466,21 +442,21 @@ def _read_list(text, depth):
         return Reading("list", text, elements)
     names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
     if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
-        elements = [e for value in values for e in _several(value)]
+        elements = _distinct(e for value in values for e in _several(value))
         return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
     if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
         return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
     return Reading("list", text, elements)
 
 
+def _distinct(readings):
+    """Returns the elements of a set: a Reading with the text of an earlier one is left out."""
+    return list({reading.text: reading for reading in readings}.values())
+
+
 def _several(reading):
     """Returns the Readings of a list without braces; any other Reading is the only one."""
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
-
-
-def _one_name(groups, depth):
-    readings = [read(group, depth) for group in groups]
-    return len(groups) > 1 == len({r.parts[0] for r in readings if r.kind == "named"})
 
 
 def _read_bounds(text, elements):
@@ -519,11 +495,8 @@ def _read_union(text, depth):
         pieces = _without(_pieces(read(parts[0], depth)), points.parts)
         return Reading("intervals", text, (None, pieces)) if pieces else None
     parts, _ = _split(text, "union")
-    readings = [read(part, depth) for part in parts] if len(parts) > 1 else []
-    if readings and all(r.kind in ("list", "number", "expression") for r in readings):
-        return Reading("list", text, [e for r in readings for e in (r.parts if r.kind == "list" else [r])])
-    pieces = [_pieces(r) for r in readings]
-    return Reading("intervals", text, (None, sum(pieces, []))) if pieces and all(pieces) else None
+    pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
+    return Reading("intervals", text, (None, sum(pieces, []))) if all(pieces) and pieces else None
 
 
 def _without(pieces, points):
@@ -566,7 +539,7 @@ def _read_inequality(text, depth):
     elif len(parts) == 2:  # x>2 is 2<x<\infty
         parts, signs = [parts[1], parts[0], r"\infty"], [FLIPPED[signs[0]], "<"]
     if len(parts) > 3 or not NAME.fullmatch(parts[1]) or not all(parts) or not EDGES.keys() >= set(signs):
-        return Reading("relation", text)
+        return Reading("equation", text)
     low, name, high = parts
     kind = EDGES[signs[0]][0] + EDGES[signs[1]][1]
     return Reading("intervals", text, (name, [(kind, [read(low, depth), read(high, depth)])]))
@@ -582,7 +555,7 @@ def _pieces(reading):
         return [piece for element in parts for piece in _pieces(element)]
     if kind in ("number", "expression"):
         return [("[]", [reading, reading])]
-    return [parts] if kind == "tuple" and parts[0] != "=" and len(parts[1]) == 2 else []
+    return [parts] if kind == "tuple" and parts[0] in ("()", "[]", "(]", "[)") and len(parts[1]) == 2 else []
 
 
 def _read_brackets(text, depth):
@@ -594,7 +567,7 @@ def _read_brackets(text, depth):
         conditions, _ = _split(inside, "bar")
         if len(conditions) == 2:  # {x | x > 2}
             return read(conditions[1], depth)
-        return Reading("list", text, [read(part, depth) for part in parts])
+        return Reading("list", text, _distinct(read(part, depth) for part in parts))
     if left == "{" or len(parts) == 1 and left + right == "()":
         return read(inside.rstrip(" .,"), depth)
     elements = [read(part, depth) for part in parts]
@@ -604,34 +577,21 @@ def _read_brackets(text, depth):
 def _read_matrix(text, depth):
     if not (match := MATRIX.fullmatch(text)):
         return None
-    factor, kind, inside = match.groups()
+    kind, inside = match.groups()
     rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
-    shape = "|" * (kind in ("v", "V")), *map(len, rows)
-    factor = read("-1" if factor == "-" else factor or "1")
-    cells = [_product(factor, read(cell, depth)) for row in rows for cell in row]
-    return Reading("matrix", text, (shape, cells))
-
-
-def _product(a, b):
-    if a.text == "1" or a.kind != "number" or b.kind != "number":
-        return b if a.text == "1" else read(f"{a.text}*({b.text})")
-    value = a.parts.value * b.parts.value
-    return Reading("number", f"{value}", Number(value, None))
+    shape = f"{kind if kind in 'vV' else ''}matrix {[*map(len, rows)]}"
+    cells = [read(cell, depth) for row in rows for cell in row]
+    return Reading("tuple", text, (shape, cells))
 
 
 def _read_text(text, depth):
     """Returns the Reading of a text with words, such as a number with a unit. None if the text has no
     words."""
-    money = MONEY.match(text)
-    value = f'{money[1]}{text[money.end():]}"{money[2] or "dollars"}"' if money else text
-    if LETTER_RUN.fullmatch(value):
-        return Reading("letters", value.strip('"'))
-    if '"' not in value:
+    if LETTER_RUN.fullmatch(text):
+        return Reading("text", text, text.strip('"'))
+    if '"' not in text:
         return None
-    if ANGLE.search(value):  # \sin 50 degrees is a number without a unit: the degrees belong to 50
-        radians = DEGREES.sub(r"\\frac{\1\\pi}{180}", value)
-        return read(radians, depth) if radians != value else None
-    number, _, unit = value.partition('"')
+    number, _, unit = text.partition('"')
     unit, number = '"' + unit, number.strip()
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
     said = not UNIT.fullmatch(unit) or unit.count(" ") > 3
@@ -639,8 +599,6 @@ def _read_text(text, depth):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         return Reading("text", text, PLURAL.sub(r"\1", ARTICLE.sub("", words)))
     inside, names = read(number, depth), _unit(unit)
-    if names and names[0] in MULTIPLIERS:
-        inside, names = _product(read(f"{MULTIPLIERS[names[0]]}"), inside), names[1:]
     return Reading("quantity", text, (inside, names)) if names else inside
 
 
@@ -663,12 +621,11 @@ def _read_scalar(text, depth):
     if number := _number(text):
         return Reading("number", text, number)
     if match := BASE.fullmatch(text):
-        return Reading("base", text, (match[1].lstrip("0"), BASES.get(match[2], match[2])))
+        return Reading("text", text, f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}")
     if match := RESIDUE.fullmatch(text):
-        return Reading("residue", text, (match[2], [read(match[1], depth)]))
+        return Reading("tuple", text, (f"mod {match[2]}", [read(match[1], depth)]))
     parts, found = _split(text, "ratio")
-    numbers = [_number(part) for part in parts]
-    return Reading("ratio", text, [n.value for n in numbers]) if found and all(numbers) else None
+    return Reading("tuple", text, (":", [read(part, depth) for part in parts])) if found and '"' not in text else None
 
 
 def _number(text):
@@ -679,7 +636,7 @@ def _number(text):
     if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
         sign, whole, places, repeated, power = match.groups("")
         shift = int(power or 0) - 2 * percent
-        value = Fraction(f"0{whole.replace(',', '')}.{places}0")
+        value = Fraction(f"0{whole}.{places}0")
         if repeated:
             value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
         rounded = max(len(places) - shift, 0) if places and not repeated else None
@@ -781,10 +738,6 @@ def _same(answer, gold, prove):
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _pieces(answer), _pieces(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
-    if kinds == {"ratio", "number"}:
-        ratio, number = (answer, gold) if gold.kind == "number" else (gold, answer)
-        same = len(ratio.parts) == 2 and ratio.parts[0] == number.parts.value * ratio.parts[1] != 0
-        return same and (gold is ratio or number.parts.value.denominator > 1)  # 84:2 is a quotient
     return _same_expression(answer, gold, prove)
 
 
@@ -795,9 +748,9 @@ def _squeeze(text):
 
 def _same_expression(answer, gold, prove):
     kinds = {answer.kind, gold.kind}
-    if kinds <= {"equation", "named"} or kinds == {"relation"}:
+    if kinds <= {"equation", "named"}:
         return prove(answer.text, gold.text)
-    if not kinds <= {"expression", "number", "letters", "ratio"} or kinds == {"letters"}:
+    if not kinds <= {"expression", "number"}:
         return False
     if gold.kind == "number" or MISREAD.search(answer.text):
         return False
@@ -851,7 +804,7 @@ def _same_quantity(answer, gold, prove):
     return _same(a, b, prove)
 
 
-def _same_number(answer, gold, prove):
+def _same_number(answer, gold):
     a, b = answer.value, gold.value
     places = [n.places for n in (answer, gold) if n.places is not None]
     if not places or answer.places == gold.places:
@@ -872,11 +825,11 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If one has more
-    parts than the other, a part may be repeated: `1, 1` equals `1`."""
+    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. One value may be
+    written several times: `1, 1` equals `1`."""
     table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
-        return bool(table) and _all([*map(_any, table), *map(_any, zip(*table, strict=True))])
+        return 1 in (len(answer), len(gold)) and _all(sum(table, []))
     left = set(range(len(gold)))
     for verdicts in table:
         found = next((i for i in left if verdicts[i]), None)
@@ -886,9 +839,8 @@ def _unordered(answer, gold, prove, same=_same):
     return True
 
 
-COMPARE = {"number": _same_number, "list": _unordered,
-           **dict.fromkeys(("tuple", "matrix", "residue"), _same_tuple),
-           **dict.fromkeys(("base", "ratio", "text"), lambda a, b, _: a == b)}
+COMPARE = {"number": lambda a, b, _: _same_number(a, b), "list": _unordered, "tuple": _same_tuple,
+           "text": lambda a, b, _: a == b}
 
 
 # --- math-verify
