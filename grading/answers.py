@@ -229,7 +229,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]*?)(\d+(?:\.\d+)?)"degrees"', r"\1\\frac{\2\\pi}{180}"),
-    (r'("degrees") ?([CF])(?![a-z])', r'\1"\2"'),
+    (r'("degrees") ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'\1"\2"'),
+    (r'^\("?([A-Z])"?\) (?=[\d\\$-])(.+)', r'\2 "choice \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
     (r'"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
@@ -250,7 +251,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\\log_(\d)(?=\d)", r"\\log_{\1}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
     (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
-    (r"^([+-]?)\(([+-]?\d+)\)/(\d+)$", r"\1\\frac{\2}{\3}"),
+    (r"^([+-]?)\(([+-]?\d+)\)/(?:(\d+)|\((\d+)\))$", r"\1\\frac{\2}{\3\4}"),
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
     (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+ ?[a-z](?:,[a-z])*\\in ?'
      r"\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
@@ -260,7 +261,9 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
-    (r"(?:(?<=[\d})])|(?<=\\pi))\\approx ?-?[\d.]+$", ""),  # \pi\approx3.14 becomes \pi
+    (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
+    (r"^\|(\w)\|>(\w+)$", r"\1>\2;\1<-\2"),
+    (r"^\|(\w)\|\\ge ?(\w+)$", r"\1\\ge \2;\1\\le -\2"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:(?:is|are|equals|answer)" ?:?|[a-z]+" ?:)(?=.)',
      ""),
@@ -329,7 +332,7 @@ class Reading(NamedTuple):
                     ratio, "mod 7" for a residue, and the shape of a matrix
         intervals   (variable or None, [(brackets, [low, high]), ...])
         named       (name before `=`, Reading of the text after it)
-        chain       (texts before the last `=`, Reading of the number after it), as in 3+4=7
+        chain       (Reading of the value, equal texts, roundings): 3+4=7, \\frac56\\approx0.83
         text        the words in lower case, without articles and plural s; a letter; digits and their base
 
     The other kinds have no parts (None): equation, which may be an inequality, and expression."""
@@ -365,7 +368,7 @@ BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
 # Matches the left side of `=` if it only names the answer: x in x=5.
 ONE_NAME = r"""(?:
     (?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # m\angle, x, "a"
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([\w,]*\))?                          # ABC, a_{1}, f'(x)
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([^()]*\))?                          # ABC, a_{1}, f'(x)
   | \|[a-z]\| | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)  # |z|, |AB|, [ABC], (r,\theta)
 )"""
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
@@ -463,8 +466,8 @@ def _read_bounds(text, elements):
     r"""Returns the intervals of x<1 or x>2. A part x\ne3 takes the point 3 out of the others."""
     cut = [e for e in elements if r"\ne" in e.text]
     pieces = [piece for e in elements if e not in cut for piece in _pieces(e)]
-    points = [e.parts[1][0][1][1] for e in cut]
-    pieces = _without(pieces or REALS, points)
+    if cut:
+        pieces = _without(pieces or REALS, [p for e in cut for p in _pieces(e.parts[1][0][1][1])])
     names = {e.parts[0] for e in elements}
     return Reading("intervals", text, (names.pop(), pieces)) if pieces and len(names) == 1 else None
 
@@ -478,10 +481,13 @@ def _read_named(text, depth):
         return read(",".join(f"{name}={value}" for name in names), depth)
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
-        return Reading("named", text, (name, read(value, depth)))
-    reading, symbols = read(value, depth), set(SYMBOL.findall(text))
-    if reading.kind == "number" and set(found) == {"="} and symbols <= {r"\frac", r"\sqrt", r"\binom"}:
-        return Reading("chain", text, (names, reading))
+        rest = text[len(parts[0]):].strip().removeprefix(found[0]).strip()
+        return Reading("named", text, (name, read(rest, depth)))
+    # The value is the last exact part. Its roundings may follow: 2+3=5 and \frac56\approx0.83.
+    exact = found.index(r"\approx") if r"\approx" in found else len(found)
+    reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
+    if set(found) <= {"=", r"\approx"} and symbols <= {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\approx"}:
+        return Reading("chain", text, (reading, parts[:exact], parts[exact + 1:]))
     return Reading("equation", text)
 
 
@@ -491,22 +497,23 @@ def _read_union(text, depth):
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, REALS))
     parts, _ = _split(text, "minus")
-    if len(parts) == 2 and (points := read(parts[1], depth)).kind == "list":
-        pieces = _without(_pieces(read(parts[0], depth)), points.parts)
+    if len(parts) == 2:
+        pieces = _without(*(_pieces(read(part, depth)) for part in parts))
         return Reading("intervals", text, (None, pieces)) if pieces else None
     parts, _ = _split(text, "union")
     pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
     return Reading("intervals", text, (None, sum(pieces, []))) if all(pieces) and pieces else None
 
 
-def _without(pieces, points):
-    """Returns the intervals `pieces` with the `points` cut out of them. Returns [] if a point is in none of
-    the intervals."""
-    pieces = list(pieces)
-    for point in points:
+def _without(pieces, cuts):
+    """Returns the intervals `pieces` without the intervals `cuts`; a point is an interval, too. Returns []
+    if there is no cut, or if a cut is inside of none of the intervals."""
+    pieces = list(pieces) if cuts else []
+    for edges, (first, last) in cuts:
+        edges = edges.translate(OPPOSITE)
         for i, (kind, (low, high)) in enumerate(pieces):
-            if _below(low, point) and _below(point, high):
-                pieces[i:i + 1] = [(kind[0] + ")", [low, point]), ("(" + kind[1], [point, high])]
+            if _below(low, first) and _below(last, high):
+                pieces[i:i + 1] = [(kind[0] + edges[0], [low, first]), (edges[1] + kind[1], [last, high])]
                 break
         else:
             return []
@@ -519,6 +526,7 @@ def _below(a, b):
     return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
 
 
+OPPOSITE = str.maketrans("[]()", ")(][")  # what is left of [, is open
 REALS = [("()", [Reading("expression", r"-\infty"), Reading("expression", r"\infty")])]
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
 EDGES = {"<": "()", r"\le": "[]"}
@@ -533,7 +541,7 @@ def _read_inequality(text, depth):
     if NAME.fullmatch(parts[-1]) or signs[0] in (">", r"\ge") and len(parts) == 3:
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
     if signs == [r"\ne"] and NAME.fullmatch(parts[0]):
-        return Reading("intervals", text, (parts[0], _without(REALS, [read(parts[1], depth)])))
+        return Reading("intervals", text, (parts[0], _without(REALS, _pieces(read(parts[1], depth)))))
     if len(parts) == 2 and signs[0] in EDGES:  # x<2 is -\infty<x<2
         parts, signs = [r"-\infty", *parts], ["<", *signs]
     elif len(parts) == 2:  # x>2 is 2<x<\infty
@@ -706,7 +714,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
         return (letter := _letter(gold)) is not None and _letter(answer) == letter
     if answer == gold or kind == "exact":
         return answer == gold
-    return _same(read(normalise(answer)), read(normalise(gold)), lambda answer, gold: None)
+    return _same(read(normalise(answer)), read(normalise(gold)), lambda *_: None)
 
 
 def _letter(text):
@@ -748,7 +756,7 @@ def _squeeze(text):
 
 def _same_expression(answer, gold, prove):
     kinds = {answer.kind, gold.kind}
-    if kinds <= {"equation", "named"}:
+    if kinds <= {"equation", "named"} or r"\begin" in answer.text and r"\begin" in gold.text:
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number"}:
         return False
@@ -780,11 +788,15 @@ def _same_named(answer, gold, prove):
 
 
 def _same_chain(answer, gold, prove):
-    """Returns whether two Readings are equal if one or both are a chain; None if unknown. A chain has the
-    value of its last part. All parts of an answer must have this value."""
-    steps, a = answer.parts if answer.kind == "chain" else ([], answer)
-    same = _same(a, gold.parts[1] if gold.kind == "chain" else gold, prove)
-    return same and _all([same, *(prove(step, str(a.parts.value)) for step in steps)])
+    """Returns whether two Readings are equal if one or both are a chain; None if unknown. The other parts of
+    an answer must have the chain's value, and a part after \\approx must agree with it to one percent."""
+    if answer.kind != "chain":
+        return _same(answer, gold.parts[0], prove)
+    value, exact, rounded = answer.parts
+    same = _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    text = str(value.parts.value) if value.kind == "number" else value.text
+    return same and _all([same, *(prove(step, text) for step in exact),
+                          *(prove(step, text, 0.01) for step in rounded)])
 
 
 def _all(verdicts):
@@ -795,11 +807,18 @@ def _any(verdicts):
     return True in verdicts or (None if None in verdicts else False)
 
 
+TEMPERATURES = {("degree", "c"), ("degree", "f")}  # 5 degrees may be an angle; 5 degrees C is not 5
+
+
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
     Reading has a unit, only the numbers are compared. A number with a unit never equals a percentage."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
-    if unit and needed and unit != needed or any(r.text.endswith(r"\%") for r in (a, b)):
+    letters = {("choice", r.parts.lower()) for r in (a, b) if r.kind == "text"}
+    if letters:  # (B) 15 equals B
+        return letters == {unit or needed}
+    other = unit != needed if needed else unit in TEMPERATURES
+    if unit and other or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
     return _same(a, b, prove)
 
@@ -870,9 +889,9 @@ def _parse(text):
     return found
 
 
-def math_equal(answer: str, gold: str) -> bool:
+def math_equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
     """Returns whether two normalised expressions are equal, as math-verify decides. Raises ValueError if
-    `gold` can't be parsed. Most errors of math-verify are passed on."""
+    `gold` can't be parsed. tolerance: relative error of a decimal. Most errors of math-verify are passed on."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -881,18 +900,18 @@ def math_equal(answer: str, gold: str) -> bool:
     if left is None:
         return False
     try:
-        if (close := _close(left, right)) is not None:
+        if (close := _close(left, right, tolerance)) is not None:
             return close
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
 
-def _close(a, b):
-    """Returns whether two sympy numbers agree to one part in a million. None if one of the two is no number,
+def _close(a, b, tolerance):
+    """Returns whether two sympy numbers agree to the relative `tolerance`. None if one of the two is no number,
     or if neither of them contains a decimal."""
     from sympy import Expr, Float
 
     if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):
         return None
-    return bool(abs((a - b).evalf()) <= 1e-6 * abs(b.evalf()))
+    return bool(abs((a - b).evalf()) <= tolerance * abs(b.evalf()))
