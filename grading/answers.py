@@ -322,7 +322,7 @@ class Number(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A normalised text, its type, and its parts.
+    r"""A normalised text, its type, and its parts.
 
         kind        parts
         number      a Number
@@ -330,9 +330,9 @@ class Reading(NamedTuple):
         list        Readings of the elements of a list or set
         tuple       (brackets, Readings of the elements). Brackets are "=" for x=1, y=2. They are ":" for a
                     ratio, "mod 7" for a residue, and the shape of a matrix
-        intervals   (variable or None, [(brackets, [low, high]), ...])
+        intervals   (variable or None, edges): 1<x\le2 has the edges (1 and 2]. Each is (bracket, [Reading])
         named       (name before `=`, Reading of the text after it)
-        chain       (Reading of the value, equal texts, roundings): 3+4=7, \\frac56\\approx0.83
+        chain       (Reading of the value, equal texts, roundings): 3+4=7, \frac56\approx0.83
         text        the words in lower case, without articles and plural s; a letter; digits and their base
 
     The other kinds have no parts (None): equation, which may be an inequality, and expression."""
@@ -465,11 +465,11 @@ def _several(reading):
 def _read_bounds(text, elements):
     r"""Returns the intervals of x<1 or x>2. A part x\ne3 takes the point 3 out of the others."""
     cut = [e for e in elements if r"\ne" in e.text]
-    pieces = [piece for e in elements if e not in cut for piece in _pieces(e)]
-    if cut:
-        pieces = _without(pieces or REALS, [p for e in cut for p in _pieces(e.parts[1][0][1][1])])
+    edges = [_edges(e)[2 * (e in cut):] for e in elements]
     names = {e.parts[0] for e in elements}
-    return Reading("intervals", text, (names.pop(), pieces)) if pieces and len(names) == 1 else None
+    if len(names) > 1 or not all(edges):
+        return None
+    return Reading("intervals", text, (names.pop(), sum(edges, REALS if cut == elements else [])))
 
 
 def _read_named(text, depth):
@@ -493,77 +493,61 @@ def _read_named(text, depth):
 
 def _read_union(text, depth):
     r"""Returns the intervals of a union (\cup), of the real numbers (\mathbb{R}), or of intervals without
-    some points (\setminus). None for any other text."""
+    others (\setminus). None for any other text."""
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, REALS))
-    parts, _ = _split(text, "minus")
-    if len(parts) == 2:
-        pieces = _without(*(_pieces(read(part, depth)) for part in parts))
-        return Reading("intervals", text, (None, pieces)) if pieces else None
-    parts, _ = _split(text, "union")
-    pieces = [_pieces(read(part, depth)) for part in parts] if len(parts) > 1 else []
-    return Reading("intervals", text, (None, sum(pieces, []))) if all(pieces) and pieces else None
+    parts, minus = _split(text, "minus")
+    if not minus:
+        parts, _ = _split(text, "union")
+    edges = [_edges(read(part, depth)) for part in parts] if len(parts) > 1 else []
+    if minus:
+        edges[1:] = [[(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]]
+    return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
 
 
-def _without(pieces, cuts):
-    """Returns the intervals `pieces` without the intervals `cuts`; a point is an interval, too. Returns []
-    if there is no cut, or if a cut is inside of none of the intervals."""
-    pieces = list(pieces) if cuts else []
-    for edges, (first, last) in cuts:
-        edges = edges.translate(OPPOSITE)
-        for i, (kind, (low, high)) in enumerate(pieces):
-            if _below(low, first) and _below(last, high):
-                pieces[i:i + 1] = [(kind[0] + edges[0], [low, first]), (edges[1] + kind[1], [last, high])]
-                break
-        else:
-            return []
-    return pieces
-
-
-def _below(a, b):
-    """Returns whether a < b is certain: both are plain numbers and a < b, or a is -∞, or b is ∞."""
-    plain = a.kind == b.kind == "number" and a.parts.value < b.parts.value
-    return plain or a.text == r"-\infty" or b.text in (r"\infty", r"+\infty")
-
-
-OPPOSITE = str.maketrans("[]()", ")(][")  # what is left of [, is open
-REALS = [("()", [Reading("expression", r"-\infty"), Reading("expression", r"\infty")])]
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
-EDGES = {"<": "()", r"\le": "[]"}
+OPPOSITE = str.maketrans("[]()", ")(][")  # without [0,1] there remain edges 0) and (1
+MIRRORED = str.maketrans("[]()", "][)(")
+REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
+SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # x<2 ends at 2)
 
 
 def _read_inequality(text, depth):
-    r"""Returns x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x, and any other inequality as a relation. None
+    r"""Returns x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x, and any other inequality as an equation. None
     for a text without <, >, \le, \ge and \ne."""
     parts, signs = _split(text, "relation")
     if not signs:
         return None
-    if NAME.fullmatch(parts[-1]) or signs[0] in (">", r"\ge") and len(parts) == 3:
-        parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
-    if signs == [r"\ne"] and NAME.fullmatch(parts[0]):
-        return Reading("intervals", text, (parts[0], _without(REALS, _pieces(read(parts[1], depth)))))
-    if len(parts) == 2 and signs[0] in EDGES:  # x<2 is -\infty<x<2
-        parts, signs = [r"-\infty", *parts], ["<", *signs]
-    elif len(parts) == 2:  # x>2 is 2<x<\infty
-        parts, signs = [parts[1], parts[0], r"\infty"], [FLIPPED[signs[0]], "<"]
-    if len(parts) > 3 or not NAME.fullmatch(parts[1]) or not all(parts) or not EDGES.keys() >= set(signs):
+    middle = 1 if len(parts) == 3 or not NAME.fullmatch(parts[0]) else 0
+    if len(parts) > 3 or not NAME.fullmatch(parts[middle]) or not all(parts):
         return Reading("equation", text)
-    low, name, high = parts
-    kind = EDGES[signs[0]][0] + EDGES[signs[1]][1]
-    return Reading("intervals", text, (name, [(kind, [read(low, depth), read(high, depth)])]))
+    sides = [SIDES.get(sign, "") for sign in signs]
+    if middle == 1:  # 1<x begins at (1
+        sides[0] = sides[0].translate(MIRRORED)
+    values = [[read(part, depth)] for i, part in enumerate(parts) if i != middle]
+    edges = list(zip(sides, values, strict=True))
+    if signs == [r"\ne"]:
+        edges = [*REALS, (")", values[0]), ("(", values[0])]
+    elif len(edges) == 1:
+        edges += REALS[1:] if sides[0] in "[(" else REALS[:1]
+    elif not re.fullmatch(r"[\[(][\])]|[\])][\[(]", "".join(sides)):  # 1<x>2
+        return Reading("equation", text)
+    return Reading("intervals", text, (parts[middle], edges))
 
 
-def _pieces(reading):
-    """Returns the intervals of a Reading; [] if it has none. A pair in brackets, such as (1,2), counts as an
-    interval, and a number a as [a,a]."""
+def _edges(reading):
+    """Returns the edges of the intervals of a Reading: (bracket, [Reading of the number]). [] if it has none.
+    A pair in brackets, such as (1,2), counts as an interval, and a number a as [a,a]."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):
-        return parts[1] if kind == "intervals" else _pieces(parts[1])
+        return parts[1] if kind == "intervals" else _edges(parts[1])
     if kind == "list":
-        return [piece for element in parts for piece in _pieces(element)]
+        edges = [_edges(element) for element in parts]
+        return sum(edges, []) if all(edges) else []
     if kind in ("number", "expression"):
-        return [("[]", [reading, reading])]
-    return [parts] if kind == "tuple" and parts[0] in ("()", "[]", "(]", "[)") and len(parts[1]) == 2 else []
+        kind, parts = "tuple", ("[]", [reading, reading])
+    if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
+        return []
+    return [(side, [value]) for side, value in zip(*parts, strict=True)]
 
 
 def _read_brackets(text, depth):
@@ -612,17 +596,10 @@ def _read_text(text, depth):
 
 def _unit(text):
     """Returns the words of a unit in a common spelling: ("m", "2") for `"square meters"` and `"m"^{2}`."""
-    names, power = [], None
-    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/"))
-    for word in re.findall(r"[a-z']+|[2-9]|/", text):
-        word = ALIASES.get(word) or ALIASES.get(word.removesuffix("s")) or word.removesuffix("s")
-        if word in ("sq", "square", "cubic"):
-            power = "3" if word == "cubic" else "2"
-            continue
-        names += ["mi", "/", "h"] if word == "mph" else [word]
-        if power:
-            names, power = [*names, power], None
-    return tuple(names)
+    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/").replace("mph", "mi/h"))
+    text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
+    words = re.findall(r"[a-z']+|[2-9]|/", re.sub(r"(?<=\w\w)s\b", "", text))
+    return tuple(ALIASES.get(word, word) for word in words)
 
 
 def _read_scalar(text, depth):
@@ -685,7 +662,7 @@ OPERATIONS = [re.compile(pattern) for pattern in (
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, and 5\approx 2 as 5.
 MISREAD = re.compile(r"\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-LETTER = re.compile(r"(\()?([A-Z])(?(1)\))\.?")  # A, A. or (A), but not A)
+LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -744,7 +721,7 @@ def _same(answer, gold, prove):
         return _unordered(a, b, prove)
     if "intervals" in kinds:
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
-        a, b = _pieces(answer), _pieces(gold)
+        a, b = _edges(answer), _edges(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
     return _same_expression(answer, gold, prove)
 
@@ -814,9 +791,8 @@ def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
     Reading has a unit, only the numbers are compared. A number with a unit never equals a percentage."""
     (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
-    letters = {("choice", r.parts.lower()) for r in (a, b) if r.kind == "text"}
-    if letters:  # (B) 15 equals B
-        return letters == {unit or needed}
+    if a.kind == "text" and needed:  # B equals (B) 15
+        return needed == ("choice", a.parts.lower())
     other = unit != needed if needed else unit in TEMPERATURES
     if unit and other or any(r.text.endswith(r"\%") for r in (a, b)):
         return False
