@@ -10,9 +10,9 @@ may hang or crash, so grading/worker.py runs `grade` in processes that can be ki
 Equality is decided in three steps:
 
 1. `normalise` gives both texts the same spelling (spacing, styles, Unicode) and puts words into quotes.
-2. `read` gives each text a type: number, quantity with a unit, base-n number, ratio, list, set, tuple,
-   interval, matrix, text or expression. Two texts of one type are compared part by part. An answer of another
-   type than the gold answer is wrong, with the exceptions below.
+2. `read` gives each text a type: number, quantity with a unit, list, set, tuple, interval, text, equation or
+   expression. Two texts of one type are compared part by part. An answer of another type than the gold
+   answer is wrong, with the exceptions below.
 3. math-verify compares two expressions.
 
 What counts as equal:
@@ -27,11 +27,15 @@ What counts as equal:
 - If both sides have a unit, the units must be the same. Units are not converted. A percent is a hundredth:
   `5\%` equals 0.05, not 5. `101_2` (base 2) equals neither 101 nor 5.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
-  `(1,2)` may be a point or an interval. An inequality in one variable is an interval.
+  `(1,2)` may be a point or an interval. An inequality in one variable is an interval. `\{2,2,3\}` is the set
+  `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
 - A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
 - `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`. The roots `x_1=2,
-  x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`. `3+4=7` equals 7, but `6=7` does not.
+  x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`. `3+4=7` equals 7, but `6=7` and `x=6=7` do not.
+  `\frac56\approx0.83` equals `\frac56`, because the rounding is right to one percent.
+- An answer may have a unit that the gold answer lacks: `10 cm` and `10^\circ` equal 10. `10^\circ C` does
+  not, because degrees are free only as the unit of an angle. `(B) 15` equals `15`.
 """
 
 import re
@@ -186,16 +190,16 @@ CHARACTERS = PLAIN | str.maketrans({
 })
 
 
-STYLES = r"""! left. right. left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle
-    textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it limits hat vec
-    checkmark"""
+STYLES = r"""! left. right. left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr
+    displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it
+    limits hat vec checkmark"""
 # A word, a sign or a command, and its common spelling.
 PAIRS = r"""
     \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
-    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac
-    <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot \overline
-    \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms" \over \infix_frac
-    \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
+    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
+    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot
+    \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
+    \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
     or ; and , to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
     tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}
@@ -246,17 +250,18 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
     (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
-    (r"^([+-]?)\(([+-]?\d+)\)/(?:(\d+)|\((\d+)\))$", r"\1\\frac{\2}{\3\4}"),
+    (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
     (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+ ?[a-z](?:,[a-z])*\\in ?'
      r"\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
-    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?((?:\d+\.?\d*|\.\d+)(?:\*10\^\{\d+\})?)', r"\2 \1"),
+    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?((?:\d*\.)?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
+    (r"^\\\{[^|:\d]*[A-Za-z)][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|>(\w+)$", r"\1>\2;\1<-\2"),
     (r"^\|(\w)\|\\ge ?(\w+)$", r"\1\\ge \2;\1\\le -\2"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
@@ -377,7 +382,7 @@ MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", re.DOTALL)
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
 SEPARATORS = {name: re.compile(f"(?P<separator>{pattern})|{BRACKET}") for name, pattern in {
-    "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":", "bar": r"[|:]",
+    "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":",
     "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
     "row": r"\\\\", "cell": "&", "closed": r"(?<=[)\]}])(?!$)",
 }.items()}
@@ -416,9 +421,10 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
-    groups, _ = _split(text, "group")
-    parts = groups if len(groups) > 1 else _split(text, "list")[0]
-    if len(parts) == 1:
+    parts, found = _split(text, "group")
+    if not found:
+        parts, found = _split(text, "list")
+    if not found:
         if len(PLUS_MINUS.findall(text)) != 1:
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
@@ -539,9 +545,6 @@ def _read_brackets(text, depth):
     left, inside, right = match.groups()
     parts, _ = _split(inside, "list")
     if left == r"\{":
-        conditions, _ = _split(inside, "bar")
-        if len(conditions) == 2:  # {x | x > 2}
-            return read(conditions[1], depth)
         elements = {part: read(part, depth) for part in parts}  # a set: {2,2} is {2}
         return Reading("list", text, [*elements.values()])
     if left == "{" or len(parts) == 1 and left + right == "()":
@@ -580,7 +583,8 @@ def _read_text(text, depth):
 
 def _unit(text):
     """Returns the words of a unit in a common spelling: ("m", "2") for `"square meters"` and `"m"^{2}`."""
-    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text.lower().replace("per ", "/").replace("mph", "mi/h"))
+    text = text.lower().replace("per ", "/").replace("mph", "mi/h")
+    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
     text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
     words = re.findall(r"[a-z']+|[2-9]|/", PLURAL.sub("", text))
     return tuple(ALIASES.get(word, word) for word in words)
@@ -594,14 +598,17 @@ def _read_scalar(text, depth):
     if match := RESIDUE.fullmatch(text):
         return Reading("tuple", text, (f"mod {match[2]}", [read(match[1], depth)]))
     parts, found = _split(text, "ratio")
-    return Reading("tuple", text, (":", [read(part, depth) for part in parts])) if found and '"' not in text else None
+    if not found or '"' in text:
+        return None
+    return Reading("tuple", text, (":", [read(part, depth) for part in parts]))
 
 
 def _number(text):
     """Returns the Number of a text that is a decimal, a repeating decimal, a fraction or a mixed number, with
     or without a percent sign. None for any other text."""
-    if text.endswith(r"\%"):
-        number = _number(text[:-2].rstrip())
+    before, percent, after = text.partition(r"\%")
+    if percent and not after:
+        number = _number(before.rstrip())
         return number and Number(number.value / 100, number.places and number.places + 2)
     if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
         sign, whole, places, repeated, power = match.groups("")
@@ -644,8 +651,8 @@ OPERATIONS = [re.compile(pattern) for pattern in (
     r"!|\\binom",
     r"\\(?:gcd|lcm|max|min|det|lfloor|lceil|floor|ceil)",
 )]
-# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5, and 2f'
-# as 2f.
+# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
+# and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
@@ -721,9 +728,7 @@ def _same_expression(answer, gold, prove):
     kinds = {answer.kind, gold.kind}
     if kinds <= {"equation", "named"} or r"\begin" in answer.text and r"\begin" in gold.text:
         return prove(answer.text, gold.text)
-    if not kinds <= {"expression", "number"}:
-        return False
-    if gold.kind == "number" or MISREAD.search(answer.text):
+    if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False
     symbols, needed = (set(SYMBOL.findall(r.text)) for r in (answer, gold))
     # The symbols differ only in case, such as x and X: the answer is wrong.
@@ -783,7 +788,7 @@ def _same_quantity(answer, gold, prove):
     return _same(a, b, prove)
 
 
-def _same_number(answer, gold):
+def _same_number(answer, gold, prove):
     a, b = answer.value, gold.value
     places = [n.places for n in (answer, gold) if n.places is not None]
     if not places or answer.places == gold.places:
@@ -818,7 +823,7 @@ def _unordered(answer, gold, prove, same=_same):
     return True
 
 
-COMPARE = {"number": lambda a, b, _: _same_number(a, b), "list": _unordered, "tuple": _same_tuple,
+COMPARE = {"number": _same_number, "list": _unordered, "tuple": _same_tuple,
            "text": lambda a, b, _: a == b}
 
 
@@ -850,7 +855,8 @@ def _parse(text):
 
 def math_equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
     """Returns whether two normalised expressions are equal, as math-verify decides. Raises ValueError if
-    `gold` can't be parsed. tolerance: relative error of a decimal. Most errors of math-verify are passed on."""
+    `gold` can't be parsed. tolerance: relative error of a decimal. Most errors of math-verify are passed
+    on."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -867,8 +873,8 @@ def math_equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
 
 
 def _close(a, b, tolerance):
-    """Returns whether two sympy numbers agree to the relative `tolerance`. None if one of the two is no number,
-    or if neither of them contains a decimal."""
+    """Returns whether two sympy numbers agree to the relative `tolerance`. None if one of the two is no
+    number, or if neither of them contains a decimal."""
     from sympy import Expr, Float
 
     if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):

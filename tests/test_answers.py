@@ -294,7 +294,16 @@ def test_near_misses_are_wrong(gold, answer):
 
 # Each line has a gold answer, then right answers, then wrong answers: gold ~ right ~ right ~~ wrong ~ wrong
 GOLDS = [[part.split(" ~ ") for part in line.split(" ~~ ")] for line in r"""
-1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665
+1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665 ~ 1665^\circ C
+12 ~ 12\approx12.0 ~~ x=13=12 ~ 12\approx13 ~ 13\approx12 ~ 12=13=12
+\{2,3\} ~ \{2,2,3\} ~ 3,2 ~~ 2,2,3 ~ 2,3,3
+\text{hours: }3 ~ 3 ~ 3 hours ~~ 3 minutes
+25^\circ C ~ 25 degrees Celsius ~ 25^\circ\text{C} ~ 25 ~~ 25^\circ F ~ 25^\circ
+\frac12 ~ P(X=1)=\frac12 ~ (1)/(2) ~ 1/(2) ~~ P(X=1)=\frac13 ~ (1)/(3)
+(-\infty,0)\cup(1,\infty) ~ \mathbb{R}\setminus[0,1] ~~ \mathbb{R}\setminus(0,1)
+k\ge4\text{ or }k\le-4 ~ |k|\ge4 ~~ |k|>4 ~ |k|\le4 ~ k\ge4
+\text{(B) }15 ~ 15 ~ B ~ (B) 15 ~~ 16 ~ C ~ (C) 15
+15 ~ (B) 15 ~~ (B) 16
 42 ~ 4.2\cdot10^1 ~~ 84/2 ~ \frac{84}{2} ~ 84:2 ~ 84\div 2 ~ (\frac{84}{2}) ~ \frac{84}{2}\text{ cm}
 \frac38 ~ 6/16 ~ 37.5\% ~~ \frac12\cdot\frac34 ~ \frac{\frac34}{2} ~ \frac{1+2}{8}
 1024 ~ 1.024\cdot10^3 ~~ 2^{10} ~ 32^2
