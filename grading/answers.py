@@ -242,8 +242,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'" ?"', " "),
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
-    (r",*;[,;]*", ";"),
-    (r",{2,}", ","),
+    (r"[,;]+([,;])", r"\1"),
     (r"\\(frac|overline|sqrt(?:\[\w\])?|log_) ?(\w)", r"\\\1{\2}"),
     (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
     (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
@@ -654,6 +653,8 @@ OPERATIONS = [re.compile(pattern) for pattern in (
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
+# A matrix, or a factor and a matrix. The sum of two matrices is still to be worked out.
+SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}", re.DOTALL)
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
 
@@ -709,13 +710,13 @@ def _same(answer, gold, prove):
     if kinds == {"tuple", "list"} and "=" in (answer.parts[0], gold.parts[0]):  # "x=1, y=2" equals "1, 2"
         a, b = (r.parts if r.kind == "tuple" else (",", r.parts) for r in (answer, gold))
         return _same_tuple(a, b, prove)
-    if "list" in kinds and "intervals" not in kinds:  # {5} equals 5
-        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
-        return _unordered(a, b, prove)
     if "intervals" in kinds:
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _edges(answer), _edges(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+    if "list" in kinds:  # {5} equals 5
+        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
+        return _unordered(a, b, prove)
     return _same_expression(answer, gold, prove)
 
 
@@ -726,7 +727,7 @@ def _squeeze(text):
 
 def _same_expression(answer, gold, prove):
     kinds = {answer.kind, gold.kind}
-    if kinds <= {"equation", "named"} or r"\begin" in answer.text and r"\begin" in gold.text:
+    if kinds <= {"equation", "named"} or SCALED.fullmatch(answer.text) and r"\begin" in gold.text:
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False

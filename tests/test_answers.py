@@ -256,6 +256,7 @@ x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
 \begin{pmatrix}1\\-3\end{pmatrix} ~ 2\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{pmatrix}1\\-3\end{pmatrix}
 \begin{pmatrix}1\\-3\end{pmatrix} ~ \det\begin{pmatrix}1\\-3\end{pmatrix}
 \begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\-3\end{pmatrix}^T
+\begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\0\end{pmatrix}-\begin{pmatrix}0\\3\end{pmatrix}
 2^{1007} ~ 2^{1,008} ~ 2^{1,07}
 3\sqrt[3]{4} ~ 3\sqrt[4]3 ~ 3\sqrt4
 \binom{10}{3} ~ {3 \choose 10} ~ \frac{10}{3}
