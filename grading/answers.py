@@ -377,8 +377,8 @@ VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?")
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
-MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?", re.DOTALL)
-ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", re.DOTALL)
+MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
+ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
 SEPARATORS = {name: re.compile(f"(?P<separator>{pattern})|{BRACKET}") for name, pattern in {
     "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":",
@@ -654,7 +654,7 @@ OPERATIONS = [re.compile(pattern) for pattern in (
 # and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
 # A matrix, or a factor and a matrix. The sum of two matrices is still to be worked out.
-SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}", re.DOTALL)
+SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
 
