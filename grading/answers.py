@@ -55,8 +55,8 @@ KINDS = ("math", "choice", "exact")
 PLAIN = str.maketrans({
     "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
     **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
-BRACE = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]|(\\(?:boxed|fbox)\s*\{)|([{}])")
-BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
+BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
+BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 BETWEEN_BOXES = re.compile(
     r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
@@ -105,7 +105,7 @@ def _after_thought(text):
 def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
     side are one answer, joined by semicolons. So a response can't win by offering several answers."""
-    text = _after_thought(text)
+    text = _after_thought(text).replace(r"\fbox", r"\boxed")
     boxes = _boxes(text)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
     parts, start = [], None
@@ -222,7 +222,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
     (r'"per" ?"cent"|"per cent"', r"\\%"),
-    (r"√ ?(\d+|\w|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
     (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
@@ -260,7 +260,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
-    (r"^\\\{[^|:\d]*[A-Za-z)][|:](.+)\\\}$", r"\1"),  # {x | x>2}
+    (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|>(\w+)$", r"\1>\2;\1<-\2"),
     (r"^\|(\w)\|\\ge ?(\w+)$", r"\1\\ge \2;\1\\le -\2"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
