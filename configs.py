@@ -662,8 +662,8 @@ def meanings() -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
 
 
-# Flags that have no effect in some runs. Each entry has the flags, a function that returns whether the flags
-# have an effect with config c, and the setting that the flags need.
+# Flags that have no effect in some runs. `parse` refuses them there. Each entry has the flags, a function
+# that returns whether they have an effect with config c, and the setting that they need to have an effect.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

@@ -48,7 +48,8 @@ class MemoryLedger:
     ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's memory statistics would count the tensors of a sleeping engine, which use no memory."""
+    torch's own statistics are not used, because they count the tensors of a sleeping engine, which then have
+    no memory."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()

@@ -378,15 +378,15 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         on_response: OnResponse, carries: bool) -> set[Key] | None:
     """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
-    on any rank, or None if sampling was aborted.
+    those of all ranks, or None if sampling was aborted.
 
-    With --round_len, open (unfinished) trajectories are distributed over all ranks again after each round.
+    With --round_len, the unfinished trajectories are distributed over all ranks again after each round.
 
     If `carries` is false, sampling ends when all trajectories are complete.
     If `carries` is true, sampling ends when two conditions hold:
-    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, only
-       prompts without an open trajectory count.
-    2. No open trajectory belongs to a prompt that began --max_staleness steps ago or earlier."""
+    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, they
+       count only when all trajectories of the prompt are complete.
+    2. No prompt that began --max_staleness steps ago or earlier has an unfinished trajectory."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, on_response)

@@ -76,8 +76,8 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the keys, the values and `allowed` (None without padding) of the columns up to the current
-        column, or of the last `window` of these columns."""
+        """Returns the keys, the values and a mask that is false at padding (None without padding), for all
+        columns up to the current column, or for the last `window` of these columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
@@ -106,8 +106,9 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDec
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules: query, key and value come
-    from one matrix product, and so do gate and up. Small models on a CPU spend much time between operations.
+    """Computes a decoding step with fewer operations than the model's own modules. One matrix product gives
+    query, key and value, and another one gives the MLP's gate and up projections. This is faster, because
+    small models on a CPU spend much time between operations.
 
     Model types outside LLAMA_LIKE and models with sliding windows run their own modules."""
 
@@ -116,8 +117,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
 
     def prepare(self, positions: int) -> None:
-        """Prepare for a wave: concatenate the current weights, and compute the tables of the rotary embedding
-        for positions 0 to `positions` - 1."""
+        """Prepare for a wave (a batch of responses): concatenate the current weights, and compute the tables
+        of the rotary embedding for positions 0 to `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight

@@ -26,8 +26,9 @@ VERSION = "0.32"
 
 
 class VLLMEngine(Engine):
-    """Runs vLLM's class LLM with the `external_launcher` executor. With --tp N, each group of N neighbouring
-    ranks is one engine."""
+    """Runs vLLM's class LLM in the process of a training rank. For this it uses the executor
+    `external_launcher`, which starts no processes of its own. With --tp N, each group of N neighbouring ranks
+    is one engine."""
 
     needs_selfcheck = True
 

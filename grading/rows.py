@@ -75,8 +75,9 @@ class Row:
 
 
 def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
-    """Yields (number, Row) for each row of a file on the disk or on the Hub. default: the kind of a row
-    without the field `reward`. Raises UserError for a wrong file or row."""
+    """Yields (number, Row) for each row of a file on the disk or on the Hub. default: how answers are
+    compared ("math", "choice" or "exact") in a row without the field `reward`. Raises UserError for a wrong
+    file or row."""
     for number, row in read_rows(local_file(path)):
         yield number, problem_of(row, f"{path} row {number}", default)
 
@@ -124,8 +125,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # The gold answer may be the index of a choice only if the kind is "choice". For other kinds, a number
-        # must be the text of a choice.
+        # The row may have choices although its kind is not "choice". A number as gold answer may then be the
+        # index of a choice, which the answer in a response would never equal. So it is refused, unless it is
+        # also the text of a choice.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')

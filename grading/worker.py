@@ -76,7 +76,7 @@ class Grade(NamedTuple):
 
     reward: 1.0 or 0.0; a custom reward may return any finite float32
     reason: one of REASONS
-    answer: the extracted answer; None if there is none"""
+    answer: the answer that was found in the response; None if no answer was found"""
     reward: float
     reason: str
     answer: str | None
@@ -255,10 +255,10 @@ def _warm():
 
 class _Worker(get_context("fork").Process):
     """A worker process. pebble takes exit status 0 to mean that the worker ended as planned, after MAX_TASKS
-    chunks. But a user's function may also end the process with status 0, and then pebble would wait until
-    the request times out. Therefore a worker that ends as planned exits with status ENDED, and `exitcode`
-    shows this to pebble as 0. Every other status, also a real 0, is shown as text, which pebble takes for a
-    crash."""
+    chunks of requests. But a user's function may also end the process with status 0, and then pebble would
+    wait until the request times out. Therefore a worker that ends as planned exits with status ENDED, and
+    `exitcode` shows this to pebble as 0. Every other status, also a real 0, is shown as text, which pebble
+    takes for a crash."""
 
     def run(self):
         super().run()
@@ -277,15 +277,16 @@ def _die():
 
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
-    # The end of stdin is not enough: another child of the trainer may hold the pipe open.
+    # The server also ends at the end of stdin. But stdin does not end if another child of the trainer holds
+    # the pipe open.
     while os.getppid() == parent:
         time.sleep(0.5)
     _die()
 
 
 def _dispatch(requests, replies, workers, deadline):
-    """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
-    `replies`. Returns when `requests` closes or the pool breaks.
+    """Read chunks (lists of requests) from the pipe `requests`, let workers grade them, and write the
+    outcomes to the pipe `replies`. Returns when `requests` closes or the pool breaks.
 
     If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
     sends each of these requests again in a chunk of its own.
@@ -413,7 +414,8 @@ class Grader(AbstractContextManager):
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
-        """Returns the Grade of an answer if no worker is needed for it, else None."""
+        """Returns the Grade of an answer that needs no worker: it is missing or too long, or an equal one has
+        been graded, or quick_grade decides. Returns None for all other answers."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
         known = self._cache.get(("compare", answer, gold, kind))
