@@ -289,7 +289,7 @@ def unfinished(final: Path, token: str) -> Path:
 
 def remove_unfinished(final: Path) -> None:
     """Delete the hidden folders (see `unfinished`) that killed processes left. The name of `final` may be a
-    glob pattern."""
+    glob pattern, such as step_* for all checkpoints."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 

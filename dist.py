@@ -408,8 +408,8 @@ def phase(name: str) -> Iterator[None]:
     GPU's work."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # The thread of guard.watch ends a process that hangs, but the thread can't run while C code holds the
-    # GIL. This timer does not need the GIL. It fires later than the thread.
+    # Usually the thread of guard.watch ends a process that hangs, with a better message. But the thread can't
+    # run while C code holds the GIL. This timer does not need the GIL, and fires later than the thread.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:

@@ -106,8 +106,8 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     parts: the NAMEs of the metrics `reward/NAME`, from rollout.part_names.
     turns: true with --env. Then `response_len` includes the environment's tokens, and `response_len/sampled`
         does not.
-    per_prompt: number of samples of a prompt. `pass@n` and `uniform_groups` leave out a prompt with fewer
-        samples (--carry)."""
+    per_prompt: number of samples of a prompt. With --carry, some of them may be left for the next step. Such
+        a prompt is not counted in `pass@n` and `uniform_groups`."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {

@@ -143,8 +143,9 @@ def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt
     """Returns name -> value for the data and model files that must be the same when a run resumes, although
     their paths may change.
 
-    A resumed run takes the weights of policy and critic from the checkpoint. So of the weights' files, only
-    those of the reference must be the same, and only if the checkpoint does not contain them."""
+    A resumed run takes the weights of policy and critic from the checkpoint, so the files of their weights
+    may change. If the checkpoint does not contain the reference, the files of its weights must be the
+    same."""
     facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
              | ckpt.model_facts(cfg.model, tokenizer))
     if cfg.algo == "ppo":
@@ -242,8 +243,9 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py), and prints its first section. problems: number of prompts of an
-    epoch. Raises UserError, with a remedy, if the run does not fit on the devices or on the disk of --out."""
+    """Returns the run's plan (tools/plan.py), and prints its first section: ranks, device, steps and so on.
+    problems: number of prompts of an epoch. Raises UserError, with a remedy, if the run does not fit on the
+    devices or on the disk of --out."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -326,7 +328,8 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each, and count the reasons of all grades.
+    """Print three prompts of the first step with a response each, and how many responses were graded as
+    correct, wrong, truncated and so on.
 
     Raises UserError if all responses of the step score 0 or if more than half of them were cut by length,
     unless --go is given.
