@@ -351,8 +351,8 @@ class Config:
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError unless exactly one of the three flags is given, and if
-        --freeze_policy_steps leaves no step that trains the policy."""
+        prompts in an epoch. Raises UserError as `check_length` does, or if --freeze_policy_steps leaves no
+        step that trains the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)

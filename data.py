@@ -48,8 +48,8 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Each random stream in this file is seeded with its own number, for example np.random.default_rng([seed,
-# ORDER, epoch]).
+# Each use of random numbers in this file has its own number here, which is part of its seed. So the order of
+# an epoch, for example, is independent of the minibatches: np.random.default_rng([seed, ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
 
@@ -270,8 +270,8 @@ def prompt_form(template: str) -> str:
 
 
 def _fill_form(form, turns, template):
-    """Returns the template's text `form` with the problem in place of {problem}. Raises UserError if other
-    turns come before the problem."""
+    """Returns the template's text `form` with the problem in place of {problem}. Raises UserError if the
+    conversation has turns before the problem, because the template can't show them."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -549,8 +549,8 @@ FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stop
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end; without samples, a filler pack. If `step` is given,
-    `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
+    """Returns a pack with the samples end to end; without samples, a filler pack (see FILLER). If `step` is
+    given, `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])

@@ -223,7 +223,8 @@ HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state.
+    """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state. A home
+    is the host tensor to which the tensor is moved while it is not in use (HOMES).
 
     A home has pinned memory, so copies are fast. Homes are kept between steps, because pinning memory is
     slow."""

@@ -215,8 +215,9 @@ class Trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move each unfinished trajectory to the rank target[key], where `key` is its key in `open`. A
-        collective: `target` must be the same on every rank."""
+        """Move unfinished trajectories between ranks. A collective: `target` must be the same on every rank.
+
+        target: key of a trajectory -> the rank that it moves to. A trajectory whose key is missing stays."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]

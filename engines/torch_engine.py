@@ -292,8 +292,8 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. A larger count adds
-    numbers at the end."""
+    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. With a larger count,
+    the first numbers are the same."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 

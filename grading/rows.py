@@ -164,8 +164,9 @@ def _check_text(text, name, row, where):
 
 def _turns(prompt, where):
     """Returns the turns of a conversation as pairs (role, content). A `prompt` of type str is one turn of the
-    user. The assistant's turns at the end are an example response, so they are left out. Raises
-    UserError."""
+    user. The assistant's turns at the end are an example response, so they are left out. Returns () if
+    `prompt` is neither str nor list. Raises UserError for a turn that can't be read, and if the last turn is
+    not the user's."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
         require(not turns, f"{where} has a conversation as text", "a list of turns, not a text")

@@ -297,7 +297,7 @@ def _update_instants(case, name, whole):
         {"gathered weights": b * root, "activations": kept, "logits": logits,
          "whole gradients": (4 + b) * head},
         # 2. Backward pass of a layer. In memory are the head's gradient, which FSDP reduces last, and the
-        # fp32 gradient of the previous layer, which FSDP is still reducing.
+        # fp32 gradient of the previous layer (previous in the backward pass), which FSDP is still reducing.
         {"gathered weights": b * (root + layer), "activations": kept + working,
          "whole gradients": b * head + 4 * layer},
         # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the

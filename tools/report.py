@@ -129,8 +129,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def facts(run: Path) -> dict[str, str]:
-    """Returns the summary of a run, name -> text: algorithm, model, steps, seconds, number of alarms, reward,
-    and metrics of the held-out problems."""
+    """Returns the summary of a run, name -> text: algorithm, model, steps, seconds, number of alarms, and the
+    first, last and best value of the reward and of the metrics of the held-out problems."""
     rows, config = read_metrics(run), _read_json(run / "config.json")
     seconds = _curve(rows, "time/step").values()
     found = {
