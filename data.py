@@ -392,8 +392,8 @@ def step_of(number: int, cfg: Config) -> int:
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns another problem for each prompt of the step. train.resample replaces prompts by these problems,
-    in several rounds. They depend only on (seed, step, round)."""
+    """Returns a random problem of the epoch for each prompt of the step. train.resample replaces prompts by
+    these problems, in several rounds. They depend only on (seed, step, round)."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     groups = _groups(problems)
     drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]

@@ -120,8 +120,8 @@ class RowIndex:
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
-        """Returns order (S,) and offsets (count + 1,). order[offsets[u]:offsets[u + 1]] has the positions in
-        `index` at which row u is taken."""
+        """Returns order (S,), the positions in `index` sorted by the row that they name, and offsets
+        (count + 1,). The positions that name row u are order[offsets[u]:offsets[u + 1]]."""
         order = self.index.argsort(stable=True)
         rows = torch.arange(self.count + 1, device=order.device)
         return order, torch.searchsorted(self.index[order], rows)

@@ -58,8 +58,8 @@ LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stor
 MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
-# The server runs this file as __main__, so the names `grading` and `configs` are free for modules that a
-# user's file imports.
+# A user's file may import its own modules with the names `grading` and `configs`. So the server runs this
+# file under the name __main__, and `serve` removes our modules of these names from sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # a server may need this number of seconds to start, because network disks are slow
