@@ -316,8 +316,8 @@ def _lines(rows):
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and later steps from NAME.jsonl to the end of NAME.old.jsonl. Raises
-    OSError."""
+    """Move the rows of step `start` and later steps from NAME.jsonl to the end of NAME.old.jsonl, because the
+    run will log these steps again. Raises OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:

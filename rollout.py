@@ -522,7 +522,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
 
     The short name is the file name without its suffix. If other files have the same name, or if the name only
-    says which split it is (SPLITS: "test", …), the names of the folders above it are put in front.
+    says which split it is (SPLITS: "test", …), the names of the folders above the file are put in front, or
+    OWNER and NAME of a data set of the Hub.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl                                 gsm8k-test

@@ -738,7 +738,7 @@ def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
     `mismatch_weight`).
 
     logp (T,): log-probs of the policy before the step's first update. logp_gap leaves out tokens that older
-    weights sampled (--carry), because their gap is not an error."""
+    weights sampled (--carry), because different weights have different log-probs, which is no error."""
     gap = logp - p.engine_logp
     weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
     meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())

@@ -156,8 +156,8 @@ def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt
 
 
 def read_files(cfg: Config, held_out: Sets) -> dict[str, str]:
-    """Returns facts that must be the same on all ranks, but may change when a run resumes: the fingerprints
-    of the evaluation sets and of the model folders."""
+    """Returns facts that must be the same on all ranks, but may change when a run resumes: hashes of the
+    evaluation sets and of the model folders."""
     return ({f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
             | {path: folder_fingerprint(path) for path in (cfg.model, cfg.critic_model) if path})
 

@@ -253,7 +253,7 @@ def _per_token(case, shape, whole):
 def _allocator_loss(case, shape, root, logits, kept):
     """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage; {} on CPUs.
 
-    root: number of parameters of the root
+    root: number of parameters of the root (embedding, last norm and head)
     logits: bytes of the chunks of logits that are in memory at once
     kept: bytes of the activations that the backward pass will use
 
