@@ -177,10 +177,10 @@ def readers(text: str) -> list[str]:
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
-NAMES = "pi infty pm le ge ne cup cap in emptyset theta alpha beta".split()
+NAMES = r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta "
 CHARACTERS = PLAIN | str.maketrans({
     **dict(zip("×·⋅÷⁄’~", "***//' ", strict=True)),
-    **{character: rf"\{name} " for character, name in zip("π∞±≤≥≠∪∩∈∅θαβ", NAMES, strict=True)},
+    **dict(zip("π∞±≤≥≠∪∩∈∅θαβ", re.findall(r"\S+ ", NAMES), strict=True)),
     **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{c: f"_{{{i}}}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
     **{c: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("⁄"))
@@ -202,8 +202,7 @@ PAIRS = r"""
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
     or ; and , to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
     tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty
-    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}
-    theta \theta alpha \alpha beta \beta""".split()
+    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12} theta \theta""".split()
 SPELLINGS = {rf"\{name}": "" for name in STYLES.split()}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
 SPELLINGS |= {key: value + " " * value[-1].isalpha()  # a space ends a command such as \le
@@ -451,12 +450,12 @@ def _several(reading):
 
 def _read_bounds(text, elements):
     r"""Returns the intervals of x<1 or x>2. A part x\ne3 takes the point 3 out of the others."""
-    cut = [e for e in elements if r"\ne" in e.text]
-    edges = [_edges(e)[2 * (e in cut):] for e in elements]
+    cut = [r"\ne" in e.text for e in elements]
+    edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
     if len(names) > 1 or not all(edges):
         return None
-    return Reading("intervals", text, (names.pop(), sum(edges, REALS if cut == elements else [])))
+    return Reading("intervals", text, (names.pop(), sum(edges, REALS if all(cut) else [])))
 
 
 def _read_named(text, depth):
