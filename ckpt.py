@@ -264,7 +264,7 @@ class Saver:
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
-            shutil.rmtree(temp, ignore_errors=True)  # the disk may be full
+            shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
             last = next((p.name for p in reversed(complete(self.out))), "none")
             return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
         for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):

@@ -328,7 +328,7 @@ def fix_date(tokenizer: Any, day: str) -> str:
     return day
 
 
-DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # those of strftime
+DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strftime's codes, without the %
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:

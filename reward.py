@@ -34,7 +34,7 @@ class Term:
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
     kind: str = ""  # how to compare answers: one of KINDS; "": the term does not compare answers
-    custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": none
+    custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": the term calls no function
     dataset: str = ""  # the term grades only responses of this data set; "": all data sets
 
 

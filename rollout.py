@@ -1,4 +1,4 @@
-"""Samples and grades responses, for training and for evaluation (tools/evaluate.py).
+"""Samples and grades responses: for training, for the evaluations of a run, and for tools/evaluate.py.
 
     with engine.awake(full_weights(policy), version=step):
         samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
@@ -42,7 +42,7 @@ OnResponse = Callable[[], bool]  # returns True to abort sampling
 # Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
 # a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # see `deal`
+PROMPTS_PER_ENGINE = 32  # with fewer prompts an engine, `deal` spreads the samples of a prompt over the ranks
 
 # --- rewards
 

@@ -49,7 +49,7 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 
 REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
-MAX_ANSWER = 2000  # maximum number of characters of an answer; a longer one is slow to parse: "unparsed"
+MAX_ANSWER = 2000  # characters of an answer; a longer one would be slow to parse, so it counts as "unparsed"
 MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
 CACHE = 16_384  # maximum number of cached grades; the samples of a prompt often have the same answer
 MAX_REPLY = 200_000  # maximum number of characters of a text that an environment returns
