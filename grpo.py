@@ -45,7 +45,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred * (n / (n - 1))
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # A rounding error of the mean could make the advantages of equal rewards nonzero.
+    # For equal rewards, a rounding error of the mean could make the advantages nonzero. So they are set to 0.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 

@@ -54,9 +54,9 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM copies a layer's tensors when it has received the whole layer. But vLLM copies embedding and
-        # head only at the end if the head is tied, or if vLLM pads the vocabulary to a multiple of 64 × tp.
-        # At the end FSDP has freed these two tensors, so they are cloned.
+        # vLLM copies a layer's tensors as soon as it has received the whole layer. But if the head is tied,
+        # or if vLLM must pad the vocabulary to a multiple of 64 × tp, it copies embedding and head only after
+        # the last tensor. By then FSDP has freed these two tensors, so clones of them are passed to vLLM.
         must_copy = self.config.tie_word_embeddings or self.config.vocab_size % (64 * self.cfg.tp)
         copied = ("embed_tokens.weight", "lm_head.weight") if must_copy else ()
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)

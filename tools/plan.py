@@ -251,7 +251,8 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage; {} on CPUs.
+    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage (item -> bytes);
+    {} on CPUs.
 
     root: number of parameters of the root (embedding, last norm and head)
     logits: bytes of the chunks of logits that are in memory at once
@@ -271,7 +272,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, whole):
-    """Returns five Usages: the memory at the five instants of a model's update that may need the most.
+    """Returns five Usages (item -> bytes): the memory at the five instants of a model's update that may need
+    the most.
 
     name: "policy" or "critic"
     whole: number of layers that are recomputed in whole, or None, as `recomputed` returns it"""
@@ -313,8 +315,8 @@ def _update_instants(case, name, whole):
 
 
 def _engine_memory(case):
-    """Returns the memory of an awake engine as a Usage. On a GPU, vLLM's KV cache takes all memory of
-    --engine_share that weights and buffers leave."""
+    """Returns the memory of an awake engine as a Usage (item -> bytes). vLLM may use the share --engine_share
+    of a GPU's memory. Its KV cache takes all of it that weights and buffers leave."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -328,8 +330,8 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its
-    weights."""
+    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). The torch engine
+    keeps its weights."""
     if not case.engine_sleeps:
         return {"engine weights": case.engine_weights}
     return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
@@ -340,7 +342,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
     1. the phase: "sync" (the engine gets the policy's weights), "rollout", or the name of the model that is
        updated;
-    2. its Usage, with the sum of all items as "total"."""
+    2. its Usage (item -> bytes), with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time. The gathered weights need a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
@@ -357,7 +359,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns a Usage with two more items:
+    """Returns `usage` (item -> bytes) with two more items:
 
     total: the sum of all items
     CUDA and idle state: memory of CUDA and NCCL, and of weights and AdamW's moments that are on the device
