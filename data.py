@@ -285,7 +285,7 @@ def _stop_template(*_):
 
 def _fill_chat_template(tokenizer, turns, system_prompt):
     """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
-    fails or leaves a turn out."""
+    fails, or if it leaves out a turn of the system or of the user."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]

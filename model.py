@@ -471,8 +471,8 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, see `logprobs`. The head computes them only for the tokens at
-        which pack.mask is true, which saves most of its work on prompts."""
+        """Returns log-probs and entropies, see `logprobs`. The head computes only the tokens at which
+        pack.mask is true, so it does no work for prompts."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))

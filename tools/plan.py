@@ -241,8 +241,8 @@ def _per_token(case, shape, whole):
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
     # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # What a layer keeps that is recomputed only in part: its input, the results of the seven matrix products
-    # and of attention, and attention's log-sums (4 bytes a head, fp32).
+    # A layer that is recomputed only in part keeps its input, the results of the seven matrix products and of
+    # attention, and attention's log-sums (4 bytes a head, fp32).
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0

@@ -220,8 +220,9 @@ def _fold(title, html, opened=False):
 
 
 def _samples(run, kind):
-    """Returns the responses of up to six steps as HTML, the newest step first. Of each prompt, the first
-    right and the first wrong response are shown. kind: the folder with the responses, "samples" or "eval".
+    """Returns the responses of up to six steps as HTML, the newest step first. For each of the first
+    SHOWN_PROMPTS prompts, the first right and the first wrong response are shown. kind: the folder with the
+    responses, "samples" or "eval".
     """
     files, html = sorted((run / kind).glob("step_*.jsonl")), ""
     for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
