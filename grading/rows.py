@@ -108,7 +108,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     any other row.
 
     where: file and number of the row, for the error message.
-    default: the kind ("math", "choice" or "exact") if the row has no field `reward` and no choices."""
+    default: how answers are compared ("math", "choice" or "exact") if the row has no field `reward` and no
+        choices."""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", row, where)
@@ -140,8 +141,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """Returns the row as a dict. A row of Open-Reasoner-Zero's training data is a list of turns. Returns {}
-    for a row that is neither dict nor list."""
+    """Returns the row as a dict. A row of Open-Reasoner-Zero's training data is a list of turns; it becomes a
+    dict with the turns as "prompt" and the gold answer as "answer". Returns {} for a row that is neither dict
+    nor list."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]

@@ -283,9 +283,12 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns the `indices` of problems whose gold answers can't be graded. Such a gold answer is empty or
-    too long, or is not a letter although the kind is "choice". Or the kind is "math", and the comparison with
-    a wrong answer raises an error or times out."""
+    """Returns the `indices` of problems whose gold answers can't be graded. A gold answer can't be graded
+
+    - if it is empty or too long
+    - if the problem's kind is "choice", but the gold answer is not a letter
+    - if the problem's kind is "math", and comparing the gold answer with a wrong answer raises an error or
+      times out"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind

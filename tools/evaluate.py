@@ -172,7 +172,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
     arguments and for flags that only training uses.
 
-    With --template chat, only the end token stops a response, unless --stop is given."""
+    With --template chat, only the end token stops a response, unless --stop is given, because the default
+    stop strings, such as "User:", do not belong to a chat."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
