@@ -615,7 +615,7 @@ def load_critic(path: str, device: Device = "cpu",
 
 
 # Tensors that a folder may have although the model does not use them: a Critic and a tied Policy do not use
-# lm_head.weight, a Policy does not use score.weight, and no model uses old files' rotary buffers.
+# lm_head.weight, a Policy does not use score.weight, and no model uses the rotary buffers of old files.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 

@@ -139,8 +139,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all other data sets.
-    Raises UserError if a data set has two extractors."""
+    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all data sets that
+    --extractor does not name. Raises UserError if a data set has two extractors."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "

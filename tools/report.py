@@ -43,8 +43,8 @@ def _read_json(path):
 
 
 def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Returns name of a recipe -> its runs. The config.json of two runs of a recipe differ only in `seed` and
-    `out`. A run without config.json is a recipe of its own."""
+    """Returns name of a recipe -> its runs. A recipe is a group of runs whose config.json files differ only
+    in `seed` and `out`. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
         config = _read_json(run / "config.json") or {"run": str(run)}
