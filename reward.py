@@ -124,8 +124,8 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
 # --- grading a file
 
 def _responses(path):
-    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". Raises UserError for a
-    row that is not valid."""
+    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". The rows that a run
+    writes to samples/ have other fields, and are converted. Raises UserError for a row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
