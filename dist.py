@@ -135,22 +135,57 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
-def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype,
-          recompute: int | None = None) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. Weights and
-    reductions of gradients are fp32. Compute and all-gathers are in `dtype`.
+def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int | None = None,
+          reshard: bool | int = True) -> nn.Module:
+    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; the root is the
+    group of all other weights. Weights and reductions of gradients are fp32. Compute and all-gathers are in
+    `dtype`. A single rank that computes in fp32 has nothing to shard or to convert, so its parameters stay
+    plain tensors.
 
-    `recompute`: see PackModel.recompute. A single rank that computes in fp32 has nothing to shard or to
-    convert, so its parameters stay plain tensors."""
+    `recompute`: see PackModel.recompute.
+
+    `reshard` says which gathered weights stay on the device, and so how often weights are gathered:
+
+        True      the root, until the end of the backward pass. A layer is gathered in the forward pass, and
+                  again in the backward pass.
+        a number  also 1/number of each layer, until the layer's backward pass. This part is gathered from
+                  the shards of all ranks, and the backward pass gathers among `number` neighbouring ranks.
+        False     all weights, until `accumulate` or `on_device` ends: one gather an update."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
-        fully_shard(group, mesh=over, mp_policy=precision)
+        # None: FSDP's default, which keeps the root gathered
+        fully_shard(group, mesh=over, mp_policy=precision,
+                    reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # plain sums, because gloo has no pre-multiplied sum
+    model.set_reshard_after_backward(reshard is not False)
     return model
+
+
+def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
+    """Yields the packs of an update. The caller runs the forward and the backward pass of each pack, before
+    it takes the next pack. Every rank must have the same number of packs.
+
+    Groups of ranks with the same shards (see `mesh`) sum their gradients in the last pack's backward pass. In
+    the earlier backward passes FSDP sums gradients only within a group (`set_requires_all_reduce`)."""
+    for pack in packs:
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(pack is packs[-1])
+        yield pack
+    reshard_all(model)
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free all gathered weights of a model, also the parts that `reshard` of `shard` keeps."""
+    before = set(model.parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for param in before - set(model.parameters()):  # FSDP (torch 2.13) would keep the parts
+        local(param).untyped_storage().resize_(0)
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
@@ -184,8 +219,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     try:
         yield
     finally:
-        if isinstance(model, FSDPModule):
-            model.reshard()  # without a backward pass, the root's parameters are still gathered
+        reshard_all(model)  # without a backward pass, weights are still gathered
         if moves:
             model.zero_grad()  # after an exception there may be gradients
             to_host(model, optimizer)
@@ -385,6 +419,59 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
     for box in exchange(outgoing):
         arrived |= box
     return [[[arrived[key] for key in pack] for pack in minibatch[rank]] for minibatch in layout]
+
+
+# --- the network
+
+# Text about a speed; environment variable that can make it slow; the likely cause if the variable is not set.
+SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
+          ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
+           "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
+
+
+def measure_network(world: World, local: int) -> list[float]:
+    """Returns bytes/s: 1. what a rank sends within its node; 2. what a node sends to other nodes. 0: no ranks
+    are there. Every rank must call this function. It takes at most half a second on networks of 100 Gb/s.
+
+    local: number of ranks of each node
+
+    First the groups of ranks on one node work at once, then the groups that have one rank on each node. They
+    repeat an all-reduce and an all-gather. In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an
+    all-gather, and twice as much in an all-reduce."""
+    nodes, speeds = torch.arange(world.size).view(-1, local), []
+    for groups, senders in ((nodes, 1), (nodes.T, local)):
+        n = groups.shape[1]
+        group, _ = td.new_subgroups_by_enumeration(groups.tolist())
+        part = torch.zeros(2 ** (23 if world.device.type == "cuda" else 19) // n, device=world.device)
+        whole = part.repeat(n)  # 32 MiB on GPUs, 2 MiB on CPUs
+        for i in range(9):
+            if i == 1:  # the first round, which connects the ranks, is not timed
+                start = time.perf_counter()
+            td.all_reduce(whole, group=group)
+            td.all_gather(list(whole.chunk(n)), part, group)
+            whole[0].item()  # waits for the GPU
+        speeds.append(8 * 3 * (n - 1) * part.nbytes * senders / (time.perf_counter() - start))
+        td.destroy_process_group(group)  # frees its buffers on the GPU
+    return speeds
+
+
+def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
+    """Measure the network and print it in one line, with the likely cause if it has less than half of the
+    planned speed. local: number of ranks of a node. planned: bytes/s as in `measure_network`; 0: unknown.
+
+    Nothing is measured if machines have different numbers of ranks, or on one machine whose links the plan
+    does not know. So runs on the CPUs of one machine start as fast as before."""
+    if world.size % local or (world.size == local and not planned[0]):
+        return
+    said, found = [], measure_network(world, local)
+    for (text, name, likely), speed, plan in zip(SPEEDS, found, planned, strict=True):
+        if speed > 0:
+            said.append(text.format(speed / 1e9) + f" (planned: {plan / 1e9:.3g})" * (plan > 0))
+            if speed < plan / 2:
+                cause = f"{name} is set" if name in os.environ else likely
+                said.append(f"!! under half of the plan, likely cause: {cause}")
+    if said:
+        say(f"network: {'; '.join(said)}")
 
 
 # --- phases: their times, and a time limit that stops a hung run

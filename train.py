@@ -668,7 +668,7 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
                               step)
                     continue
                 meter.add(f"lr/{role.name}", lr, 1)
-                for p in packs:
+                for p in dist.accumulate(role.model, packs):
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
                     bar.update()
                 if role.name == "policy":

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import matplotlib
 import numpy as np
 import torch
 import torch.utils.tensorboard  # noqa: F401  loaded once here, not in each forked rank
+from conftest import Operations
 from torch.distributed.tensor import DTensor
 
 from configs import UserError, parse
@@ -69,14 +71,14 @@ def all_gradients(jobs) -> list[dict]:
     return [gradients(*job) for job in jobs]
 
 
-def gradients(cfg, samples) -> dict[str, torch.Tensor]:
-    """Computes one update of policy and critic on all samples. Returns
-
-    policy.NAME, critic.NAME: unsharded gradient of each parameter
-    metrics: metrics of the update
-    packs: number of packs on this rank"""
+def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
+    """Computes one update of policy and critic on all samples. Returns the unsharded gradient of each
+    parameter ("policy.NAME", "critic.NAME"), the update's "metrics", this rank's number of "packs", and the
+    numbers of FSDP's gathers and all-reduces ("sent")."""
     world = dist.init("cpu", "float32")
-    policy, critic, ref = train.load_models(cfg, world)
+    shard = dist.shard
+    with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):
+        policy, critic, ref = train.load_models(cfg, world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
     n_prompts = 1 + max(s.prompt_id for s in samples)
     minibatches = train.make_packs(mine, n_prompts, 0, cfg, world, policy.model, Meter())
@@ -94,14 +96,16 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
         minibatches = train.whiten_advantages(minibatches)
     packs = train.updates_of(minibatches, 1)[0]
     denominators = train.counts(packs)
+    sent = [Operations(lambda op, kind=kind: kind in op.name()) for kind in ("allgather", "allreduce")]
     out = {}
     for role, pack_loss in ((policy, train.policy_pack_loss), (critic, train.critic_pack_loss)):
         if role:
-            for p in packs:
-                pack_loss(role.model, p, *denominators, cfg, meter).backward()
+            with sent[0], sent[1]:
+                for p in accumulate(role.model, packs):
+                    pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
-    return out | {"metrics": metrics, "packs": len(packs)}
+    return out | {"metrics": metrics, "packs": len(packs), "sent": [kind.count for kind in sent]}
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -140,9 +144,7 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
             optimizer.zero_grad()
             if moves:
                 dist.to_host(policy, optimizer)
-        tensors = dist.tensors_of(policy, optimizer)
-        results.append({name: (x.to_local() if isinstance(x, DTensor) else x).clone()
-                        for name, x in tensors.items()})
+        results.append({k: dist.local(x).clone() for k, x in dist.tensors_of(policy, optimizer).items()})
     return results
 
 
@@ -157,10 +159,8 @@ def message_of(function, *args) -> str:
 
 def resolved(name: str) -> str:
     dist.init("cpu", "float32")
-    try:
-        return model.resolve(name)
-    except UserError as e:
-        return str(e)
+    found = []
+    return message_of(lambda: found.append(model.resolve(name))) or found[0]
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
@@ -272,6 +272,13 @@ def gap_checked(cfg, gap: float) -> str:
     return message_of(train.check_gap, meter, cfg)
 
 
+def network(local: int, *planned: float) -> list[str]:
+    """Returns the lines of check_network. local: number of ranks of a node."""
+    world, said = dist.init("cpu", "float32"), []
+    dist.check_network(world, local, planned, said.append)
+    return said
+
+
 def stalled() -> None:
     """Rank 1 hangs in the phase "grading", and rank 0 waits for rank 1."""
     def hang() -> None:
@@ -287,13 +294,10 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds (replaces prompts whose samples have equal rewards). Returns
-
-    drawn: prompts before the replacement
-    prompts: prompts after the replacement
-    rewards: prompt_id -> rewards of the samples, for this rank's prompts
-    measured: number of prompts over which the metric pass@n is a mean
-    alarms: text of alarms.jsonl"""
+    """Samples step 0 with --resample_rounds, which replaces prompts whose samples have equal rewards. Returns
+    the prompts before ("drawn") and after ("prompts"), prompt_id -> "rewards" for this rank's prompts, the
+    number of prompts in the mean of the metric pass@n ("measured"), and the text of alarms.jsonl
+    ("alarms")."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -301,7 +305,7 @@ def resampled(cfg) -> dict:
     run.grader.close()
     rewards = {g[0].prompt_id: [s.reward for s in g] for g in data.group_by_prompt(samples)}
     drawn = [p.text for p in data.batch_at(run.problems, 0, cfg)]
-    alarms = (Path(cfg.out) / "alarms.jsonl").read_text() if (Path(cfg.out) / "alarms.jsonl").exists() else ""
+    alarms = "".join(file.read_text() for file in Path(cfg.out).glob("alarms.jsonl"))
     return {"drawn": drawn, "alarms": alarms, "prompts": [p.text for p in batch], "rewards": rewards,
             "measured": int(meter.sums["pass@n"][1])}
 
@@ -331,11 +335,8 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns a dict of this rank's results with four keys:
-
-    0.0 and 1.0 (temperatures): the samples by (prompt_id, sample_id)
-    "turns": what turns_in_rounds() returns
-    "selfcheck": what checked() returns"""
+    """Samples with vLLM. Returns this rank's samples by (prompt_id, sample_id) for the temperatures 0.0 and
+    1.0, and the results of turns_in_rounds ("turns") and of checked ("selfcheck")."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would
@@ -370,11 +371,8 @@ def mistakes(commands: list[list[str]]) -> list[str]:
 
 def first_rows(cfgs):
     """Trains each config in this process. Returns each run's metrics."""
-    out = []
-    for cfg in cfgs:
-        main(cfg)
-        out.append(read_metrics(Path(cfg.out)))
-    return out
+    assert not any(main(cfg) for cfg in cfgs)
+    return [read_metrics(Path(cfg.out)) for cfg in cfgs]
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
