@@ -44,7 +44,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # largest number of attempts to strike in the chosen phase
-TYPED = 4  # commands for one run
+TYPED = 4  # largest number of commands for one run
 HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 
@@ -66,8 +66,8 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits until the rank is in the order's phase for the `visit`-th time, for `after` seconds. Then writes
-    `file` for the main program, and sends the fault's SIGNALS to this process.
+    """Waits until the rank enters the order's phase for the `visit`-th time, and then `after` seconds. Then
+    writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
     The undisturbed run has an order without a phase. It gets no signal, and writes the begin and the end of
     all visits to `file` when the process ends."""
@@ -239,8 +239,9 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(run, struck rank's message, random generator) that is called after the strike. The
-# function returns False if it was called too late, or if there is no checkpoint to damage.
+# A fault is a function(run, struck rank's message, random generator). The main program calls it when `watch`
+# has written its file, which is the moment of the strike. The function returns False if it was called too
+# late, or if there is no checkpoint to damage.
 
 
 class Skipped(Exception):
@@ -248,8 +249,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Does the rest of a fault of SIGNALS. `storm` sends the signals to all other ranks too. `freeze` lets
-    the frozen rank continue after 3 seconds."""
+    """The struck rank has already sent itself the fault's SIGNALS. For `storm`, sends them to all other
+    ranks, too. For `freeze`, lets the frozen rank continue after 3 seconds."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):

@@ -167,7 +167,8 @@ def main() -> None:
         report = table(cases, verdicts)
         head = ("Each cell says how many percent of the right answers the grader refused, and how many\n"
                 "percent of the wrong answers it accepted. `before` and `after` are torz's grader before\n"
-                "and after its revision. `python -m bench.equality --unseen` wrote this table.\n\n")
+                "and after its revision. Rows in bold are sums over categories; the docstring of\n"
+                "`bench/equality.py` explains them. `python -m bench.equality --unseen` wrote this.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

@@ -29,14 +29,14 @@ sys.path.append(str(ROOT / "tests"))
 import families
 
 # Largest allowed differences. `gradient` is the norm of the difference divided by the gradient's norm.
-# `exported critic` is in units of the values. The others are in nats.
+# `exported critic` is the difference of two values. All other differences are of log-probs, in nats.
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 LEGEND = """\
 Each row is a tiny model with random weights in fp32. Each cell has the largest difference between torz and
-transformers: of log-probs (nats), of gradients (divided by the gradient's norm), of an engine's log-probs
-to the trainer's (nats), and of the outputs of an exported model.
+transformers: of log-probs (nats), of gradients (divided by the gradient's norm), and of the outputs of an
+exported model. The columns of the engines compare an engine's log-probs with the trainer's (nats).
 
 """
 

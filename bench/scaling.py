@@ -77,8 +77,8 @@ def by_lengths(size: str) -> list[dict]:
 
 
 RANKS = """\
-Steps of `tiny-grpo`. The number of samples of a step is fixed in all, or for each rank. `threads` are those
-of one rank.
+Steps of `tiny-grpo`. `in all`: all ranks together have 256 samples a step. `a rank`: each rank has 128
+samples a step. `threads` are those of one rank.
 
 """
 LENGTHS = """\

@@ -108,8 +108,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns (`8-3=5*4=20+2=22`, 22). The second item is None if a number on the way is not an integer in 0
-    … 99."""
+    """Returns a calculation and its result, for example (`8-3=5*4=20+2=22`, 22). The result is None if a
+    number on the way is not an integer in 0 … 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0

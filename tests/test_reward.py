@@ -326,8 +326,8 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A reward file may import torch and transformers. The worker looks at all loaded modules, but some of
-    these libraries load lazily, and raise an error when one reads an attribute of them."""
+    """A reward file may import torch and transformers. Some of their modules load lazily: to read an
+    attribute of such a module can raise an error."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"

@@ -5,12 +5,13 @@
 NULLGPU: see trainer.py, which runs once for each case and each --recompute. --only chooses the cases whose
 names contain one of its words; the other cases keep their rows. Columns of the table
 bench/results/nullgpu-memory.md:
-    layers      number of layers that are recomputed in whole; `none`: nothing is recomputed
-    planned     GiB by tools/plan.py, without the engine and NCCL's buffers
-    allocated   peak GiB of torch's tensors
-    reserved    peak GiB that torch took from the driver
-    driver      peak GiB that the driver gave, with CUDA's context
-    N a token   FLOP of matrix products per token, divided by the number of the model's parameters
+    layers computed again      number of layers of which the backward pass computes everything again. 0: all
+                               layers keep the results of matrix products; none: nothing is computed again
+    planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
+    GiB of torch's tensors     peak
+    GiB reserved by torch      peak of what torch took from the driver
+    GiB given by the driver    peak, with CUDA's context
+    FLOP / token / parameter   FLOP of matrix products
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
 --recompute auto leaves less than 8 % of the device free.
@@ -48,7 +49,8 @@ ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
 LEGEND = """\
 Each row compares the planned peak memory of one rank with the peak that a stub CUDA driver gave. The driver's
-peak includes CUDA's context. The last column has the FLOP of matrix products.
+peak includes CUDA's context. 0 layers computed again: the backward pass computes all but matrix products and
+attention again. `none`: it computes nothing again. The last column has the FLOP of matrix products.
 
 """
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Is the PYTHON of bench/gpu_proof.sh on a CUDA device that computes nothing (NULLGPU: see trainer.py).
+"""Takes the place of Python in bench/gpu_proof.sh, to test this script without a GPU.
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-Runs a command line of Python with the values in SMALL. This tests that commands take their flags and run to
-the end on the CPU. Their measured numbers mean nothing.
+Runs each command line with the smaller values in SMALL, on a CUDA device that computes nothing (NULLGPU: see
+trainer.py). This tests that commands take their flags and run to the end. The measured numbers mean nothing.
 """
 
 import os
@@ -48,7 +48,7 @@ def wave(engine, keys, requests, limits, *rest):  # all prompts have one length,
 
 
 TorchEngine._wave = wave
-Tensor.max = lambda x, *args: (  # the first of a wave is that of limits, the others are those of prompts
+Tensor.max = lambda x, *args: (  # the first maximum in `_wave` is over limits, later ones over prompt lengths
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (
     repeat(x, n, output_size=len(n) * sizes["len"]) if isinstance(n, Tensor) else repeat(x, n, *args))
