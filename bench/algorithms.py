@@ -75,8 +75,8 @@ def result(out: Path) -> dict:
 
 
 LEGEND = """\
-The accuracy is measured on held-out problems after 30 steps. A seed reaches reward 0.9 at the first step
-where the mean reward of three steps is at least 0.9.
+The accuracy is measured on held-out problems after 30 steps. A run reaches reward 0.9 at the first step for
+which the mean reward of this step, the step before and the step after is at least 0.9.
 
 """
 

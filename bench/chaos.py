@@ -430,7 +430,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # these faults need a small file system for the run's folder
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks' collectives can fail
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end, and the others' collectives fail
 
 
 # --- the checks of a run

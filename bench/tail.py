@@ -60,7 +60,7 @@ class Cost:
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
     """Returns the seconds in which one engine adds tokens[i] tokens to the context[i] tokens of each
-    trajectory i. At most `slots` trajectories run at once."""
+    trajectory i. At most `slots` trajectories (the engine's largest batch) run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
