@@ -218,7 +218,8 @@ class Config:
     ranks: Amount = 0  # number of ranks that torchrun must start; 0: any number
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute and all-gathers; auto: bf16 on CUDA
-    shard_ranks: Amount = 0  # shard within groups of this many ranks, replicate across groups; 0: one group
+    shard_ranks: Amount | Literal["auto"] = 0  # ranks that share a model; 0: all; auto: a node's
+    network: NotNegative = 0.0  # Gb/s between a node and the others, for the plan; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
@@ -238,7 +239,7 @@ class Config:
         for name, allowed in ranges().items():
             value = getattr(self, name)
             for x in value if isinstance(value, tuple) else (value,):
-                require(x is None or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
+                require(x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
         require("" not in self.stop, "--stop has an empty text", "only texts that a response may end with")
@@ -398,7 +399,9 @@ OPEN_R1_SYSTEM = (
     "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
 # Qwen2.5-Math's system prompt.
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
-ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True, eval_samples=(16,))
+ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True,
+             eval_samples=(16,), shard_ranks="auto",
+             data=("Open-Reasoner-Zero/orz_math_57k_collection:orz_math_57k_collection.json",))
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
@@ -458,14 +461,14 @@ PRESETS = {
     # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Open-R1 also has 448 responses in a step:
     # 7 GPUs × 16 responses × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
-        GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", template="chat", system_prompt=OPEN_R1_SYSTEM,
+        GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
     # Tülu 3's RLVR with PPO, arXiv 2411.15124.
     "rlvr-8b": replace(
-        ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", template="chat",
+        ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", data=(), template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
         nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
         prompts_per_step=224, samples_per_prompt=1, critic_updates=1, passes_per_step=4,
@@ -490,7 +493,7 @@ MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks deterministic recompute offload pack_len selfcheck verbose go
+    device dtype shard_ranks network deterministic recompute offload pack_len selfcheck verbose go
     save_samples save_logps track
 """.split())
 
@@ -537,10 +540,11 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def layout_of(given: Mapping[str, str]) -> str:
+def layout_of(given: Mapping[str, str], default: str) -> str:
     """Returns the layout's name. Without --layout, the environment variable DEBUG_MODE decides: True means
-    debug, as in Open-Reasoner-Zero. Raises UserError for an unknown name or value."""
-    debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": "any", "False": "any", "True": "debug"}
+    debug, as in Open-Reasoner-Zero; if it is not set, `default`. Raises UserError for an unknown name or
+    value."""
+    debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
     require(name in LAYOUTS, f"no layout {name!r}{nearest(name, list(LAYOUTS))}",
@@ -560,21 +564,28 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a command line
     that can't be read.
 
+    torchrun may leave out the preset. Then it is orz-7b, and 8 or 32 ranks have the layout for this number.
+
     `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
     flags."""
     import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    presets, name = ", ".join(PRESETS), "orz-7b" if {"-h", "--help"} & set(argv) else ""
-    if argv and not argv[0].startswith("-"):
+    presets, ranks, name = ", ".join(PRESETS), os.environ.get("WORLD_SIZE"), ""
+    typed = bool(argv) and not argv[0].startswith("-")
+    if typed:
         name = argv.pop(0)
+    elif ranks or {"-h", "--help"} & set(argv):
+        name = "orz-7b"
     require(name != "", "no preset given", f"{prog} PRESET, one of: {presets}")
     require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", f"one of {presets}")
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field in given:
         require(f"--{field}" in flags, f"no flag --{field}{nearest(f'--{field}', flags)}",
                 f"a flag that {prog} --help lists")
-    layout = layout_of(given)
+    layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
+    if not typed and os.environ.get("RANK") == "0":
+        print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
     base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
     if given.keys() & LENGTHS:
         base |= dict.fromkeys(LENGTHS, 0)

@@ -101,6 +101,7 @@ from guard.start import (
     read_facts,
     read_files,
     with_date,
+    with_shards,
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
@@ -290,7 +291,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     problems, held_out = dist.together(load_data, cfg, tokenizer, say)
     read = read_facts(cfg, problems, tokenizer)
     check_same("reads", read | read_files(cfg, held_out), "the same files on every machine")
-    cfg = cfg.with_steps(epoch_len(problems))
+    cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
     planned = check_fit(cfg, world, epoch_len(problems), say)
     grader = dist.together(make_grader, cfg)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
@@ -300,7 +301,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    facts = {"config": asdict(cfg), "versions": ckpt.VERSIONS, "read": read}
+    facts = {"config": asdict(cfg), "ranks": world.size, "versions": ckpt.VERSIONS, "read": read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     if origin:
@@ -332,13 +333,13 @@ def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Set
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns policy, critic (None with GRPO) and ref (None without a KL term), sharded, with fp32
     weights."""
-    shard_fn = partial(dist.shard, over=dist.mesh(world, cfg.shard_ranks), dtype=world.dtype)
-    recompute = case_of(cfg, world).recompute
+    case = case_of(cfg, world)
+    shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if cfg.offload else world.device
-    model = load_policy(cfg.model, device, partial(shard_fn, recompute=recompute["policy"]))
+    model = load_policy(cfg.model, device, partial(shard_fn, **case.kept["policy"]._asdict()))
     policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
     if cfg.algo == "ppo":
-        shard_critic = partial(shard_fn, recompute=recompute["critic"])
+        shard_critic = partial(shard_fn, **case.kept["critic"]._asdict())
         model = load_critic(cfg.critic_model or cfg.model, device, shard_critic, cfg.seed)
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
     if cfg.kl_coef:

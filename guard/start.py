@@ -48,8 +48,9 @@ def check_ranks(cfg: Config, ranks: int) -> None:
             f"torchrun {nodes} train.py …, or --layout any")
     require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
             f"a multiple of {cfg.tp} ranks, or --tp 1")
-    require(ranks % (cfg.shard_ranks or 1) == 0, f"{ranks} ranks can't be divided into groups of "
-            f"--shard_ranks {cfg.shard_ranks}", "a divisor of the number of ranks, or 0")
+    require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
+            f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
+            "a divisor of the number of ranks, or 0")
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
@@ -175,6 +176,15 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
     return replace(cfg, date=day)
 
 
+def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
+    """Returns the config with a number of ranks in the place of --shard_ranks auto: the number of the
+    checkpoint `saved` if as many ranks saved it, so that sums keep their order; else the plan's number."""
+    if cfg.shard_ranks != "auto":
+        return cfg
+    same = saved.get("ranks") == world.size
+    return replace(cfg, shard_ranks=saved["config"]["shard_ranks"] if same else case_of(cfg, world).shards)
+
+
 def checkpoint_id(path: Path | None) -> str:
     """Returns the name and a hash of a complete checkpoint; "none" if `path` is None. The hash differs if two
     machines have different checkpoints at the same path."""
@@ -232,14 +242,15 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host. A
-    collective. problems: number of prompts of an epoch; 0 if unknown."""
+    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host, and the
+    largest number of ranks of a machine. A collective. problems: number of prompts of an epoch; 0 if
+    unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
-    memory, host = (min(x) for x in zip(*dist.gather((device_bytes, plan.host_memory())), strict=True))
-    gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, local, host, problems)
+    memory, host, fewer = map(min, zip(*dist.gather((device_bytes, plan.host_memory(), -local)), strict=True))
+    gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
+    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, -fewer, host, problems)
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:

@@ -18,6 +18,16 @@ def test_a_flag_beats_the_layout_which_beats_the_preset():
     assert parse(["orz-7b", "--layout", "debug", "--critic-updates", "3"]).critic_updates == 3
 
 
+def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    for ranks, layout in (("8", "debug"), ("16", "any"), ("32", "production")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        assert parse(["--seed", "1"]) == parse(["orz-7b", "--layout", layout, "--seed", "1"])
+        assert capsys.readouterr().out == f"no preset given: orz-7b --layout {layout}, for {ranks} ranks\n"
+        assert parse(["orz-7b"]).layout == "any" and parse(["--layout", "any"]).layout == "any"
+        capsys.readouterr()
+
+
 def test_debug_mode_in_the_environment_means_the_debug_layout(monkeypatch):
     monkeypatch.setenv("DEBUG_MODE", "True")
     assert parse(["orz-7b"]).ranks == 8

@@ -6,7 +6,7 @@ The plan is computed from the flags and from the model's config.json. The plan n
 train.py makes the same plan for its devices, and raises an error if the run does not fit.
 
 Memory is planned for the device of one rank, at the instants of a step that may need the most memory. Seconds
-are estimates from datasheets, right within a factor of about two.
+are estimates from datasheets, right within a factor of about two. They include the network (`traffic`).
 
 Two terms of this file:
 
@@ -37,6 +37,7 @@ LIBRARIES = 5 * GIB  # host memory that torch, CUDA and vLLM need on one rank
 HOLES = 0.015  # unused memory between the activations, as a share of the activations
 HEADROOM = 0.08  # --recompute auto leaves this share of a device's memory free
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
+LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
 ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about the size of ORZ's data
 
@@ -48,21 +49,23 @@ class GPU(NamedTuple):
     memory: float  # bytes of memory, as torch reports them
     flops: float = 0.0  # peak FLOP/s of dense bf16 products
     hbm: float = 0.0  # peak bandwidth of its memory in bytes/s
+    link: float = 0.0  # peak bytes/s that it sends within its node, over NVLink (last two rows: PCIe 4.0)
+    network: float = 0.0  # Gb/s that its usual node sends; DGX H100, H200, B200: 8 × 400; DGX A100: 8 × 200
 
 
 GPUS = {gpu.name: gpu for gpu in (
-    GPU("H100", 79.1 * GIB, 989e12, 3.35e12),
-    GPU("H200", 139.8 * GIB, 989e12, 4.80e12),
-    GPU("B200", 178.3 * GIB, 2250e12, 8.00e12),
-    GPU("A100-80", 79.2 * GIB, 312e12, 2.04e12),
-    GPU("A100-40", 39.4 * GIB, 312e12, 1.56e12),
-    GPU("L40S", 44.4 * GIB, 362e12, 0.86e12),
-    GPU("4090", 23.5 * GIB, 165e12, 1.01e12))}
+    GPU("H100", 79.1 * GIB, 989e12, 3.35e12, 450e9, 3200),
+    GPU("H200", 139.8 * GIB, 989e12, 4.80e12, 450e9, 3200),
+    GPU("B200", 178.3 * GIB, 2250e12, 8.00e12, 900e9, 3200),
+    GPU("A100-80", 79.2 * GIB, 312e12, 2.04e12, 300e9, 1600),
+    GPU("A100-40", 39.4 * GIB, 312e12, 1.56e12, 300e9, 1600),
+    GPU("L40S", 44.4 * GIB, 362e12, 0.86e12, 32e9, 400),
+    GPU("4090", 23.5 * GIB, 165e12, 1.01e12, 32e9, 100))}
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its flops and hbm come from
-    the entry of GPUS whose name is part of `device`, or are 0 if there is no such entry."""
+    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its speeds come from the entry
+    of GPUS whose name is part of `device`, or are 0 if there is no such entry."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -187,8 +190,10 @@ class Case:
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
         # Bytes that a rank may use: the memory of its GPU, or its part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
-        # Number of ranks that share one copy of the weights and the optimizer state.
-        self.shards = cfg.shard_ranks or self.world
+        # Planned bytes/s: what a rank sends within its node, and what a node sends to other nodes.
+        gpu = self.gpu or GPU("", 0)
+        self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
+        self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
         # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
         # state: bytes that one rank keeps between updates: `checkpoint` and, if there is a KL term, the fp32
         # shards of the reference model.
@@ -202,27 +207,57 @@ class Case:
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
     @cached_property
-    def recompute(self) -> dict[str, int | None]:
-        """Returns name of a model -> number of its layers that are recomputed in whole (see `recomputed`)."""
-        return {name: recomputed(self, name) for name in self.models}
+    def shards(self) -> int:
+        """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
+        ranks of a node if this fits on the device and in the machine's memory, else all ranks. Then only
+        gradients travel between nodes, once an update."""
+        wanted = self.cfg.shard_ranks
+        if wanted == "auto":
+            node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
+            fits = not shortage(node) and host_need(node)["machine"] <= (self.host or float("inf"))
+            wanted = self.local if fits and self.world % self.local == 0 else 0
+        return wanted or self.world
+
+    @cached_property
+    def kept(self) -> dict[str, "Kept"]:
+        """Returns name of a model -> what its forward pass keeps, as `keep` returns it."""
+        return {name: keep(self, name) for name in self.models}
 
 
-def recomputed(case: Case, name: str) -> int | None:
-    """Returns how many layers of a model the backward pass recomputes in whole. These are the first n layers,
-    which keep only their input. The other layers keep the results of their matrix products and of attention,
-    and recompute the rest. None: all layers keep all activations and recompute nothing.
+class Kept(NamedTuple):
+    """What the forward passes of a model's update keep in memory for the backward passes.
 
-    --recompute auto takes the first of None, 0, 1, … whose planned peak memory leaves the share HEADROOM of
-    the device free."""
-    wanted, layers = case.cfg.recompute, case.models[name].layers
+    recompute: n; a backward pass recomputes the first n layers in whole. The other layers keep the results of
+        their matrix products and of attention, and recompute only the rest, which costs few FLOP. None: no
+        layer recomputes anything.
+    reshard: what is kept of gathered weights. True: nothing, so a backward pass gathers the layers again. A
+        number n: each layer's shard of 1/n, so a backward pass gathers over n ranks. False: all weights,
+        until the update ends."""
+
+    recompute: int | None
+    reshard: bool | int
+
+
+def keep(case: Case, name: str) -> Kept:
+    """Returns what a model's updates keep, by --recompute.
+
+    --recompute auto tries None, 0, 1, … up to all layers. It takes the first value whose planned peak memory
+    leaves the share HEADROOM of the device free. It does this for three values of `reshard`: True, the number
+    of a node's ranks, False. It takes the first of them whose updates need the fewest planned seconds, or at
+    most 1 % more."""
+    cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
-    if wanted != "auto":
-        return fixed[wanted] if wanted in fixed else min(int(wanted), layers)
-    for whole in (None, *range(layers)):  # from the most memory to the least
-        peak = max(usage["total"] for usage in _update_instants(case, name, whole))
-        if peak <= (1 - HEADROOM) * case.capacity:
-            return whole
-    return layers
+    if cfg.recompute != "auto":
+        return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
+    node = case.local > 1 and case.shards % case.local == 0 < case.shards - case.local
+    needed = {}  # choice that fits -> seconds
+    for reshard in (True, case.local if node else True, False) if case.within else (True,):
+        for whole in (None, *range(layers + 1)):  # from the most memory to the least
+            kept = Kept(whole, reshard)
+            if max(x["total"] for x in _update_instants(case, name, kept)) <= (1 - HEADROOM) * case.capacity:
+                needed[kept] = case.within and _seconds(_passes(case, name, kept, *case.longest)[1])
+                break
+    return next((kept for kept in needed if needed[kept] <= 1.01 * min(needed.values())), Kept(layers, True))
 
 
 # --- memory of the device
@@ -236,7 +271,7 @@ def _per_token(case, shape, whole):
     1. the activations that all layers keep for the backward pass
     2. the activations that the backward pass of the last layer recomputes
 
-    whole: number of layers that are recomputed in whole, or None, as `recomputed` returns it"""
+    whole: number of layers that are recomputed in whole, as in Kept."""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
     # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
@@ -271,12 +306,11 @@ def _allocator_loss(case, shape, root, logits, kept):
             "fragments": 4 * shape.layer + 4 * root / case.shards + logits + HOLES * kept}
 
 
-def _update_instants(case, name, whole):
-    """Returns five Usages (item -> bytes): the memory at the five instants of a model's update that may need
-    the most.
+def _update_instants(case, name, kept):
+    """Returns five Usages: the memory at the five instants of a model's update that may need the most.
 
     name: "policy" or "critic"
-    whole: number of layers that are recomputed in whole, or None, as `recomputed` returns it"""
+    kept: a Kept"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered from the start of the forward pass to the end of the backward pass.
@@ -285,30 +319,35 @@ def _update_instants(case, name, whole):
     head = d * max(words, 1)
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
-    kept, again = _per_token(case, shape, whole)
-    kept = T * (kept + 2 * b * d)
+    activations, again = _per_token(case, shape, kept.recompute)
+    activations = T * (activations + 2 * b * d)
+    # Gathered weights of the layers that stay between the passes.
+    layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
+    gathered = b * root + layers
+    one_more = gathered + (b * layer if kept.reshard else 0)
     # The backward pass of the MLP allocates the gradients of gate, up and hidden states.
     working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
-    at_rest |= _allocator_loss(case, shape, root, logits, kept) | _asleep(case)
+    at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
     instants = [
         # 1. Backward pass of the head. In memory are the activations of all layers and two copies of the
         # head's gradient: the fp32 sum over the chunks of logits, and the sum in the dtype of the weights.
-        {"gathered weights": b * root, "activations": kept, "logits": logits,
+        {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
         # 2. Backward pass of a layer. In memory are the head's gradient, which FSDP reduces last, and the
         # fp32 gradient of the previous layer (previous in the backward pass), which FSDP is still reducing.
-        {"gathered weights": b * (root + layer), "activations": kept + working,
+        {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
         # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the
         # previous layer, this layer's gradient, and an fp32 copy of this layer's gradient.
-        {"gathered weights": b * (root + layer), "activations": kept,
+        {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
         # 4. End of the backward pass. In memory are the root's gradient, an fp32 copy of the root's gradient,
         # and one layer's fp32 gradient.
-        {"whole gradients": (4 + b) * root + 4 * layer},
+        {"gathered weights": 0 if kept.reshard else gathered,
+         "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step. AdamW needs temporary memory of the size of the weight shards.
         {"AdamW's step": shard}]
     return [_with_total(case, at_rest | usage) for usage in instants]
@@ -354,7 +393,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
     for name in case.models:
-        instants += [(name, usage) for usage in _update_instants(case, name, case.recompute[name])]
+        instants += [(name, usage) for usage in _update_instants(case, name, case.kept[name])]
     return instants
 
 
@@ -416,38 +455,124 @@ def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
             "disk, all": count * checkpoint + exports}
 
 
+# --- network
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends, as a mean over all ranks."""
+
+    within: float  # to ranks of its node
+    between: float  # to other nodes
+
+
+def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
+    """Returns what a rank sends in a collective over `ranks` ranks on `nodes` nodes.
+
+    size: bytes of the whole tensor
+    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each
+
+    In NCCL's ring a rank sends (ranks - 1) / ranks of the tensor to the next rank (nccl-tests,
+    doc/PERFORMANCE.md, "bus bandwidth"). One link of the ring leaves each node. NCCL makes a ring for each
+    network card, and each ring leaves the node by another card. So the ranks of a node send as much to other
+    nodes, all together, as one rank sends in all."""
+    total = times * size * (ranks - 1) / ranks
+    outside = nodes / ranks if nodes > 1 else 0
+    return Sent(total * (1 - outside), total * outside)
+
+
+def traffic(case: Case) -> dict[str, dict[str, Sent]]:
+    """Returns phase -> collective -> what a rank sends. "critic" and "policy" have these collectives:
+
+    forward: gathers of a pack's forward pass; if `reshard` is False, of all forward passes of an update
+    backward: gathers of a pack's backward pass
+    reduce: reduce-scatter of a pack's gradients
+    all-reduce: sum of the gradients over the groups of --shard_ranks, once an update
+
+    "sync": a step's gathers for the engine. "samples": a step's exchange of samples of maximal length."""
+    cfg, world, local = case.cfg, case.world, case.local
+    phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
+    # A sample's token is an int32, its log-prob a float32. Every rank sends to all ranks alike.
+    share = 8 * cfg.samples_per_step * cfg.model_len / world**2
+    return phases | {"sync": {"gathers": phases["policy"]["forward"]},
+                     "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
+
+
+def _collectives(case, name, kept):
+    """Returns collective -> Sent for the updates of a model, as in `traffic`."""
+    shards, params, shape = case.shards, case.params[name], case.models[name]
+    over, groups = (shards, -(-shards // case.local)), case.world // shards  # over: a group's ranks and nodes
+    again = over if kept.reshard is True else (kept.reshard or 1,)
+    return {"forward": sent(case.number * params, *over),
+            "backward": sent(case.number * shape.layers * shape.layer, *again),
+            "reduce": sent(4 * params, *over),
+            "all-reduce": sent(4 * params / shards, groups, min(groups, -(-case.world // case.local)), 2)}
+
+
+def _network(case, n):
+    """Returns the seconds in which ranks send `n`, a Sent, within their nodes and between nodes at once."""
+    return max(n.within / case.within, case.local * n.between / case.between)
+
+
+def _seconds(parts):
+    """Returns the seconds of a list of parts. A part is (number of times, seconds of compute, seconds of
+    network). The network works during the compute: FSDP gathers the next layer during a layer, and reduces
+    the gradients of the previous one."""
+    return sum(count * max(compute, network) for count, compute, network in parts)
+
+
+def _passes(case, name, kept, prompt, response):
+    """Returns two lists of parts: 1. a forward pass over all packs of a step; 2. all updates of a step."""
+    cfg, shape, length = case.cfg, case.models[name], prompt + response
+    tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
+    packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
+    flop = forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length)
+    forward = flop / (MFU * case.gpu.flops) / packs
+    gather, *back, add_up = (_network(case, n) for n in _collectives(case, name, kept).values())
+
+    def forwards(passes, updates):
+        gathers = updates if kept.reshard is False else passes
+        return [(gathers, forward, gather), (passes - gathers, forward, 0)]
+
+    # A backward pass costs as much as two forward passes. Each recomputed layer costs one more forward pass
+    # of this layer. The groups of --shard_ranks add up their gradients in an update's last backward pass.
+    backward = forward * (2 + (kept.recompute or 0) / shape.layers)
+    updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
+    return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
+                                (updates, backward, sum(back) + add_up)]
+
+
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Returns phase -> estimated seconds in a step, with the sum as "step".
+    """Returns phase -> estimated seconds in a step, with the sum as "step". "only network": the part of the
+    step in which the network works and no rank computes.
 
     prompt, response: mean lengths in tokens
 
-    case.gpu.flops and case.gpu.hbm must be known. Communication is not counted."""
-    cfg, gpu, params, length = case.cfg, case.gpu, case.params["policy"], prompt + response
+    The speeds of case.gpu must be known."""
+    cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     # A decode step reads the weights and the KV cache once. A rollout takes at least as long as one response
     # of maximal length.
-    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // length))
+    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
     longest = cfg.max_response_len * case.engine_weights / hbm
     rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
-    times = {"rollout": max(rollout, longest)}
-    forward = {  # name of a model -> seconds of one forward pass over the tokens of one rank
-        name: forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length) / flops
-        for name, shape in case.models.items()}
+    parts = {phase: [(1, 0, _network(case, n)) for n in sends.values()]
+             for phase, sends in traffic(case).items() if phase not in case.models}
+    parts["rollout"] = [(1, max(rollout, longest), 0)]
+    passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
+    forward = {name: forwards for name, (forwards, _) in passes.items()}
     if cfg.kl_coef:
-        times["ref"] = forward["policy"]
+        parts["ref"] = forward["policy"]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
-        times["old_logp"] = forward["policy"]
+        parts["old_logp"] = forward["policy"]
     if "critic" in forward:
-        times["values"] = forward["critic"]
-    for name, shape in case.models.items():
-        # A backward pass costs two forward passes. A recomputed layer costs one more forward pass of the
-        # layer.
-        passes = cfg.passes_per_step * (3 + (case.recompute[name] or 0) / shape.layers)
-        times[name] = passes * forward[name]
-    return times | {"step": sum(times.values())}
+        parts["values"] = forward["critic"]
+    parts |= {name: updates for name, (_, updates) in passes.items()}
+    every = [part for found in parts.values() for part in found]
+    alone = sum(count * max(network - compute, 0) for count, compute, network in every)
+    return {phase: _seconds(found) for phase, found in parts.items()} | {
+        "step": _seconds(every), "only network": alone}
 
 
 # --- does it fit?
@@ -487,13 +612,12 @@ def remedy(case: Case) -> str:
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)
-    free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": 0}
+    free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
-    single = [{flag: value} for flag, value in free.items()]  # flags of `free` come first
-    single += [{"engine_share": share} for share in shares]
-    single += [{"tp": n} for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
-    single += [{"max_num_seqs": n} for n in (256, 128, 64, 32, 16, 8)]
-    changes = [base | one for base in ({}, free) for one in ({}, *single)]
+    single = [*free.items(), *(("engine_share", share) for share in shares)]  # flags of `free` come first
+    single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
+    single += [("max_num_seqs", n) for n in (256, 128, 64, 32, 16, 8)]
+    changes = [base | one for base in ({}, free) for one in ({}, *({flag: value} for flag, value in single))]
     for ranks in (case.world << doublings for doublings in range(11)):
         local = min(ranks, node)
         for change in changes:
@@ -531,7 +655,8 @@ def plan_of(case: Case) -> Plan:
     steps, samples = case.steps, cfg.samples_per_step
     plan = {
         "run": {
-            "ranks": case.world, "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
+            "ranks": case.world, "ranks a copy of models": case.shards,
+            "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
             "prompts": case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
         "batches": {
             "prompts a step": cfg.prompts_per_step, "samples a prompt": cfg.samples_per_prompt,
@@ -543,19 +668,23 @@ def plan_of(case: Case) -> Plan:
         "host and disk, GiB": {name: n / GIB for name, n in needs.items()}}
     if case.gpu and case.gpu.flops:
         times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
-                 "full length": seconds(case, cfg.model_len - cfg.max_response_len, cfg.max_response_len)}
+                 "full length": seconds(case, *case.longest)}
         plan["estimated seconds"] = _columns(times)
+        plan["a rank sends, GiB"] = {
+            f"{phase} {collective}": {"in its node": n.within / GIB, "between nodes": n.between / GIB}
+            for phase, sends in traffic(case).items() for collective, n in sends.items()}
         for length, phases in times.items():
             plan["run"][f"hours, {length}"] = steps * phases["step"] / 3600
     return plan
 
 
 def _model_rows(case, name):
-    cfg, updates, whole = case.cfg, getattr(case.cfg, f"{name}_updates"), case.recompute[name]
+    cfg, updates, (whole, reshard) = case.cfg, getattr(case.cfg, f"{name}_updates"), case.kept[name]
     steps = case.steps - cfg.freeze_policy_steps if name == "policy" else case.steps
     return {"parameters": case.params[name], "updates": steps * cfg.passes_per_step * updates,
             "samples an update": cfg.samples_per_step / updates,
-            "layers recomputed": "none" if whole is None else whole}
+            "layers recomputed": "none" if whole is None else whole,
+            "weights kept gathered": "none" if reshard is True else f"1/{reshard}" if reshard else "all"}
 
 
 def _columns(columns):
