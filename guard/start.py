@@ -264,6 +264,7 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
     disk = planned["host and disk, GiB"]["disk, all"]
     dist.together(check_space, Path(cfg.out).absolute(), disk * GIB)
     say(f"{plan.verdict(case)}\nthe whole plan: {Path(cfg.out) / 'plan.json'}\n")
+    dist.check_network(world, case.local, (case.within, case.between), say)
     return planned
 
 

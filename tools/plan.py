@@ -655,7 +655,7 @@ def plan_of(case: Case) -> Plan:
     steps, samples = case.steps, cfg.samples_per_step
     plan = {
         "run": {
-            "ranks": case.world, "ranks a copy of models": case.shards,
+            "ranks": case.world, "ranks of a shard group": case.shards,
             "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
             "prompts": case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
         "batches": {
