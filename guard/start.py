@@ -242,8 +242,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host, and the
-    largest number of ranks of a machine. A collective. problems: number of prompts of an epoch; 0 if
+    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host, and
+    the largest number of ranks of a machine. A collective. problems: number of prompts of an epoch; 0 if
     unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
