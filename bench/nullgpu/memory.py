@@ -77,7 +77,7 @@ def measure(name: str, recompute: str) -> list[dict]:
     # The worst case for memory: two samples share a short prompt. Attention makes a copy of the prompt for
     # each sample, and sharing the prompt saves nearly nothing.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
-                   recompute=recompute)
+                   recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
     command = [sys.executable, "-m", "bench.nullgpu.trainer", *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -122,8 +122,8 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
-    whole = case_of(args, cfg, world).recompute[name]
-    module = dist.shard(module, dist.mesh(world, cfg.shard_ranks), world.dtype, whole)
+    case = case_of(args, cfg, world)
+    module = dist.shard(module, dist.mesh(world, case.shards), world.dtype, **case.kept[name]._asdict())
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
@@ -265,8 +265,10 @@ def main() -> None:
     phases = Phases(planned(case), pageable := Pageable())
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
-         "pack_len": cfg.pack_len, "recompute": case.recompute, "params": case.params,
-         "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", "")})
+         "pack_len": cfg.pack_len, "params": case.params,
+         "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""), "shards": case.shards,
+         "recompute": {name: kept.recompute for name, kept in case.kept.items()},
+         "reshard": {name: kept.reshard for name, kept in case.kept.items()}})
     policy = make_role("policy", config, args, cfg, world)
     roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
     with pageable:
