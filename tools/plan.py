@@ -249,9 +249,9 @@ def keep(case: Case, name: str) -> Kept:
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
-    node = case.local > 1 and case.shards % case.local == 0 < case.shards - case.local
+    node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
     needed = {}  # choice that fits -> seconds
-    for reshard in (True, case.local if node else True, False) if case.within else (True,):
+    for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
             if max(x["total"] for x in _update_instants(case, name, kept)) <= (1 - HEADROOM) * case.capacity:
