@@ -8,8 +8,8 @@ and no KV cache, so each step loads the weights again. The order keeps peak memo
     3. Free the memory that gathering these weights took.
     4. Allocate the KV cache.
 
-Only vLLM 0.32 is accepted, because vLLM 0.26 loses a part of its state when it sleeps at level 2, and other
-versions were not tested."""
+Only the versions of vLLM in VERSIONS are accepted, because they were tested. vLLM 0.26, for example, loses a
+part of its state when it sleeps at level 2."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ import torch
 from configs import UserError, require
 from engine import Engine
 
-VERSION = "0.32"
+VERSIONS = ("0.32", "0.33")
 
 
 class VLLMEngine(Engine):
@@ -128,7 +128,7 @@ class VLLMEngine(Engine):
 
 def _import_vllm():
     """Imports vLLM and returns its class LLM. Raises UserError if vLLM can't be imported or if its version is
-    not VERSION."""
+    not in VERSIONS."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
@@ -139,10 +139,10 @@ def _import_vllm():
     except ImportError as e:
         raise UserError(f"for --engine vllm, vllm can't be imported ({str(e).splitlines()[0][:80]}); "
                         "needed: pip install -r requirements.txt, or --engine torch") from None
-    # accepts 0.32 and 0.32.1, but not 0.320
-    tested = f"{__version__}.".startswith(f"{VERSION}.") or "TORZ_ANY_VLLM" in os.environ
+    # The point after the number accepts 0.32 and 0.32.1, but not 0.320.
+    tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
-            f"pip install -r requirements.txt (vllm {VERSION}), or --engine torch")
+            f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch")
     return LLM
 
 

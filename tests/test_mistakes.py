@@ -203,10 +203,10 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, t
     assert process.returncode == 130 and "Traceback" not in said and not (tmp_path / "new").exists(), said
 
 
-@pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.33.0", False),
-                                          ("0.32.0", True), ("0.32.1+cpu", True)])
+@pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.34.0", False),
+                                          ("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", True)])
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
-    """Only vLLM 0.32 is accepted. The test replaces vLLM by an empty module."""
+    """Only vLLM 0.32 and 0.33 are accepted. The test replaces vLLM by an empty module."""
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -217,5 +217,5 @@ def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, m
         assert vllm_engine._import_vllm() is object
     else:
         with pytest.raises(UserError, match=rf"was not tested with vllm {re.escape(version)}; needed: pip "
-                                            r"install -r requirements.txt \(vllm 0.32\), or --engine"):
+                                            r"install -r requirements.txt \(vllm 0.32 or 0.33\), or --engine"):
             vllm_engine._import_vllm()
