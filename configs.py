@@ -405,9 +405,10 @@ ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh
 ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
-    model="runs/tiny-base", data=("runs/tiny-base/train.jsonl",), eval_data=("runs/tiny-base/heldout.jsonl",),
-    template="plain", stop=("</answer>",), steps=24, eval_every=12, save_every=12, prompts_per_step=32,
-    samples_per_prompt=8, max_prompt_len=16, max_response_len=48, pack_len=4096, critic_updates=2,
+    model="runs/tiny-base-0", data=("runs/tiny-base-0/train.jsonl",),
+    eval_data=("runs/tiny-base-0/heldout.jsonl",), template="plain", stop=("</answer>",), steps=24,
+    eval_every=12, save_every=12, prompts_per_step=32, samples_per_prompt=8, max_prompt_len=16,
+    max_response_len=48, pack_len=4096, critic_updates=2,
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
     recompute="none", max_num_seqs=256)
 
@@ -587,6 +588,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
     base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
+    if "data" in given:  # the preset's evaluation sets belong to the preset's data
+        base["eval_data"] = ()
     if given.keys() & LENGTHS:
         base |= dict.fromkeys(LENGTHS, 0)
     errors = io.StringIO()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from configs import Config, Say, UserError, require, short_hash, shorten, show
 from dist import Layout
-from grading.rows import problem_rows
+from grading.rows import problem_rows, suspicious
 from reward import kind_of
 
 TEMPLATES = {
@@ -201,7 +201,10 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     problems, too_long, seen, repeated = [], [], set(), 0
     for path, weight in zip(paths, weights, strict=True):
-        for number, row in problem_rows(path, kind_of(cfg.reward)):
+        rows = list(problem_rows(path, kind_of(cfg.reward)))
+        for line in suspicious(rows):
+            say(f"{path}: {line}")
+        for number, row in rows:
             if row in seen:
                 repeated += 1
                 continue

@@ -324,6 +324,10 @@ def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Set
     check_critic(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    if cfg.eval_every and not held_out:
+        say("nothing is evaluated; for evaluations: --eval_data FILE [FILE …]")
+    if cfg.prompts_per_step > len(problems):
+        say(f"each step repeats problems: --prompts_per_step {cfg.prompts_per_step} is above their number")
     check_graders([problems, *held_out.values()], cfg)
     check_parts(problems, tokenizer, cfg)
     check_keep_best(cfg, list(held_out))

@@ -879,4 +879,4 @@ def _close(a, b, tolerance):
 
     if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):
         return None
-    return bool(abs((a - b).evalf()) <= tolerance * abs(b.evalf()))
+    return abs(complex(a) - complex(b)) <= tolerance * abs(complex(b))

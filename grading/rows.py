@@ -30,8 +30,9 @@ import math
 import re
 import string
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Row:
     answer: str  # the gold answer
     kind: str  # how an answer is compared with the gold answer: "math", "choice" or "exact"
     dataset: str  # the row's field `dataset` or `data_source`; "" if it has neither
+    form: str = field(default="the whole text", compare=False)  # where the gold answer was found, see _form
 
     @property
     def text(self) -> str:
@@ -137,7 +139,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     texts = [answer, dataset, *(content for role, content in turns)]
     require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
             "text in UTF-8")
-    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset))
+    form = _form(_plain_text(_gold(fields)) or "")
+    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form)
 
 
 def _fields(row):
@@ -241,7 +244,7 @@ def _answer(fields, where):
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
     if text is None:
         return None
-    if "\\boxed" in text or "\\fbox" in text:
+    if _form(text) == "a box":
         boxed = extract(text, "boxed")
         require(boxed is not None, f"{where} has no answer in its box: the box is empty or not closed",
                 r"\boxed{ANSWER}")
@@ -255,6 +258,24 @@ def _answer(fields, where):
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
     return text
+
+
+def _form(text):
+    return ("a box" if "\\boxed" in text or "\\fbox" in text else
+            "####" if "####" in text else "the whole text")
+
+
+def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
+    """Returns a line for each group of the rows that may have wrong gold answers: a form that most rows of
+    the file do not have, or several words as the answer to a math problem. rows: (number, Row) of one file"""
+    forms = Counter(row.form for _, row in rows)
+    usual = max(forms, key=forms.get, default="")
+    odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]
+           for form in forms.keys() - {usual}}
+    odd["the gold answer has several words"] = [
+        n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1]
+    return [f"in {len(found)} of {len(rows)} rows (the first: {' '.join(map(str, found[:3]))}) {what}"
+            for what, found in odd.items() if found]
 
 
 def _out_of_list(text):

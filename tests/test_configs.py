@@ -28,6 +28,10 @@ def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(mon
         capsys.readouterr()
 
 
+def test_own_data_are_not_evaluated_on_the_presets_sets():
+    assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
+
+
 def test_debug_mode_in_the_environment_means_the_debug_layout(monkeypatch):
     monkeypatch.setenv("DEBUG_MODE", "True")
     assert parse(["orz-7b"]).ranks == 8

@@ -217,5 +217,5 @@ def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, m
         assert vllm_engine._import_vllm() is object
     else:
         with pytest.raises(UserError, match=rf"was not tested with vllm {re.escape(version)}; needed: pip "
-                                            r"install -r requirements.txt \(vllm 0.32 or 0.33\), or --engine"):
+                                            r"install -r requirements.txt \(vllm 0.32 or 0.33\), or"):
             vllm_engine._import_vllm()

@@ -562,6 +562,18 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     assert len(same) == 5 and data.epoch_len(same) == 5
 
 
+def test_gold_answers_of_another_form_or_of_several_words_are_told(tokenizer, tmp_path):
+    """A GSM8K row without #### has the whole sentence as its gold answer."""
+    path, told = tmp_path / "d.jsonl", []
+    answers = ["so #### 5", "so #### 6", "the sum is 7", "so #### 8"]
+    lines = [json.dumps({"question": Q * i, "answer": a}) + "\n" for i, a in enumerate(answers, 1)]
+    path.write_text("".join(lines))
+    assert [p.answer for p in data.load_problems([str(path)], tokenizer, CFG, told.append)] == [
+        "5", "6", "the sum is 7", "8"]
+    assert told[:2] == [f"{path}: in 1 of 4 rows (the first: 3) the gold answer {what}" for what in (
+        "is the whole text, in most rows ####", "has several words")] and "4 problems" in told[2]
+
+
 def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
     for folder in ("a/math", "b/math", "b/logic"):
         (tmp_path / folder).mkdir(parents=True)

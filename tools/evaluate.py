@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 import dist
-from ckpt import VERSIONS, Facts, model_facts
+from ckpt import MARKER, VERSIONS, Facts, model_facts
 from configs import (
     DATA_FILES,
     Config,
     Say,
     UserError,
+    differences,
     given_flags,
     meanings,
     parse,
@@ -163,6 +164,8 @@ first such file; if there is none, only the first path is a model. Several
 models are evaluated one after the other with the same randomness, and each is
 compared with the first.
 
+An export of torz is asked as it was trained, unless flags say otherwise.
+
 Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
 new or empty.
 """
@@ -172,8 +175,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
     arguments and for flags that only training uses.
 
-    With --template chat, only the end token stops a response, unless --stop is given, because the default
-    stop strings, such as "User:", do not belong to a chat."""
+    A flag that is not given has its value of `as_trained`. With --template chat, only the end token stops a
+    response, unless --stop is given, because the default stop strings, such as "User:", do not belong to a
+    chat."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -182,6 +186,10 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
     models, files = paths[:count], paths[count:]
     command = f"tools.evaluate {' '.join(argv)}"
+    for model in models:
+        require(not Path(model).is_file(), f"the model {model} is a file", "first the models, then the data")
+        require(not Path(model, "ckpt").is_dir(), f"{model} is the folder of a run, not of a model",
+                f"{Path(model, 'export/policy')}, or first: python ckpt.py export {model} last OUT")
     require(bool(files), f"no data file in: {command}",
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
@@ -195,7 +203,27 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     check_reward(cfg)
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
+    # The trained system prompt and stop strings belong to the trained template.
+    own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
+    cfg = replace(cfg, **{name: value for name, value in as_trained(models).items() if name not in own})
     return [replace(cfg, model=model) for model in models]
+
+
+def as_trained(models: Sequence[str]) -> dict[str, Any]:
+    """Returns field of Config -> value, for the settings with which exports of torz were trained. A model
+    without torz.json has no such settings. Raises UserError if two exports were trained differently."""
+    found: dict[str, Any] = {}
+    for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
+        facts = json.loads(file.read_text())
+        facts["eval_temperature"] = [facts["temperature"]]
+        fields = ("template", "system_prompt", "date", "stop", "extractor", "eval_temperature")
+        ours = {name: tuple(value) if isinstance(value := facts[name], list) else value
+                for name in fields if name in facts}
+        other = differences(found, ours)
+        require(not other, f"the models were trained with different settings ({'; '.join(other)})",
+                "one command for each model")
+        found |= ours
+    return found
 
 
 def print_help() -> None:
@@ -330,7 +358,10 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         say("\n".join(["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]))
     if len(results) > 1:
-        say("\n".join(["", *comparison_table(results)]))
+        table, file = comparison_table(results), folders[-1] / "comparison.txt"
+        if world.main:
+            file.write_text("\n".join([*table, ""]))
+        say("\n".join(["", *table, "", f"in {file}"]))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -343,6 +374,9 @@ def main(argv: Sequence[str]) -> None:
     say_once = functools.cache(lambda text: say(textwrap.fill(text, 80, break_long_words=False)))
     candidates = [load_candidate(cfg, say_once) for cfg in cfgs]
     check_candidates(candidates, world)
+    asked = {name: getattr(cfg, name) for cfg in cfgs[:1] for name in as_trained([c.model for c in cfgs])}
+    if asked:
+        say_once(f"the models are asked as torz.json and flags say: {asked}")
     with make_grader(cfg) as grader:
         # The gold answers are the same for all models, so those of the first model are checked.
         for name, problems in candidates[0].sets.items():

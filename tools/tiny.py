@@ -1,6 +1,6 @@
 """Makes the demo's base model, tokenizer and problems. Takes half a minute on a laptop.
 
-    python -m tools.tiny [OUT=runs/tiny-base] [--seed 0]  # or: tiny.build("OUT")
+    python -m tools.tiny [OUT=runs/tiny-base-0] [--seed 0]  # or: tiny.build("OUT")
 
 The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. The last third of
 the pretraining texts has two kinds of responses. Half of them add the units first, then the tens:
@@ -119,7 +119,7 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 # --- the base model
 
 
-def build(out: str = "runs/tiny-base", /, seed: int = 0) -> str:
+def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
     """Build the demo's base model and problems in a folder, unless the folder already has them. Returns the
     folder's absolute path.
 
