@@ -240,7 +240,7 @@ f(x)=x ~ f(x)=-x
 809 ~ m+n=808 ~ 2x=809 ~ -x=809 ~ m+n=809+1 ~ 809=m+n+1 ~ |AB|<809 ~ [x]=808 ~ f(809)=3
 x+y=5 ~ 5 ~ x-y=5 ~ x+z=5
 \pi ~ \pi\approx4x ~ 3.14\approx\pi
-\frac56 ~ \frac65\approx0.833 ~ \frac65\approx\frac56 ~ 0.833\approx\frac56
+\frac56 ~ \frac65\approx0.833 ~ \frac56\approx95\% ~ \frac65\approx\frac56 ~ 0.833\approx\frac56
 \frac56 ~ \boxed{\frac56}\boxed{1} ~ 5\boxed{6} ~ 5\mathbf{6}
 12 ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7 {5} ~ 7{5} ~ 12+1i ~ 12+0.5i
 13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13
