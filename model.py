@@ -224,7 +224,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     # squeeze(0), not x[0]: the backward pass of x[0] would copy the gradient once more.
     qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d) each
     if segments.slots is not None:
-        qkv = [segments.slots.take(x) for x in qkv]  # (S, heads, d) each
+        qkv = [segments.slots.take(x) for x in qkv]  # (S, heads, d) each, for S slots of attention
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None

@@ -109,7 +109,7 @@ def part_names(cfg: Config) -> list[str]:
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash of the content, for each Python file that --reward and --env name."""
+    """Returns path -> hash of the content, for each Python file that --reward or --env uses."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
     files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
     return {str(file): short_hash(file.read_bytes()) if file.is_file() else ""
@@ -192,7 +192,8 @@ class Trajectories:
                  round_len: int = 0) -> None:
         """problems: prompt_id -> problem, for every trajectory that may move to this rank
         max_tokens: largest number of tokens of a response
-        round_len: largest number of tokens of a round; 0: a round is a whole turn"""
+        round_len: largest number of tokens that the engine generates in one call, called a round. 0: a round
+            ends only when the policy's turn ends"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)

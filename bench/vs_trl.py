@@ -60,7 +60,7 @@ def digits(response, answer, kind):
 '''
 
 
-# --- one side's process
+# --- the process that trains with torz or with TRL
 
 
 class Turns:

@@ -507,7 +507,7 @@ def _read_inequality(text, depth):
     if len(parts) > 3 or not NAME.fullmatch(parts[middle]) or not all(parts):
         return Reading("equation", text)
     sides = [SIDES.get(sign, "") for sign in signs]
-    if middle == 1:  # 1<x begins at (1
+    if middle == 1:  # SIDES is for x<1. In 1<x the variable is on the other side, so the bracket is mirrored
         sides[0] = sides[0].translate(MIRRORED)
     values = [[read(part, depth)] for i, part in enumerate(parts) if i != middle]
     edges = list(zip(sides, values, strict=True))
@@ -652,7 +652,8 @@ OPERATIONS = [re.compile(pattern) for pattern in (
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
-# A matrix, or a factor and a matrix. The sum of two matrices is still to be worked out.
+# A matrix, or a factor times a matrix. A sum of two matrices does not match, because it is a calculation and
+# not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
@@ -809,8 +810,8 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. One value may be
-    written several times: `1, 1` equals `1`."""
+    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If one of the
+    two has a single part, every part of the other must equal it: `1, 1` equals `1`."""
     table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
         return 1 in (len(answer), len(gold)) and _all(sum(table, []))

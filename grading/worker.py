@@ -541,7 +541,7 @@ class Grader(AbstractContextManager):
 
 def _check_spec(spec, what="reward"):
     """Returns `spec` ("FILE.py:FUNCTION") with an absolute path. Raises UserError if the file can't be read
-    or does not contain the function. The file is compiled here, but not run."""
+    or does not contain the name of the function. The file is compiled here, but not run."""
     path, _, name = spec.rpartition(":")
     require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
     file = Path(path).absolute()

@@ -23,7 +23,7 @@ class FolderLock:
 
     Another run takes over the lock if the owner ran on the same host and is dead, or if the owner ran on
     another host and its heartbeat has stopped. flock is no alternative: on NFS, the flock of a crashed host
-    is never released."""
+    may never be released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()

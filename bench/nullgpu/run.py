@@ -137,7 +137,8 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Replaces what train.py reads from the device and what it needs of NCCL."""
+    """Gives train.py made-up values where it reads results from the device, because the stub device has no
+    results. Also replaces NCCL."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
