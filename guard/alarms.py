@@ -18,8 +18,8 @@ SOLVED = 0.9  # from this mean reward on, low entropy, short responses and unifo
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
 # Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` contains
-# the mean of each metric over the last MEAN_STEPS steps, and a few numbers of earlier steps. A metric that the
-# run does not log is NaN, and comparisons with NaN are false.
+# the mean of each metric over the last MEAN_STEPS steps, and a few numbers of earlier steps. A metric that
+# the run does not log is NaN, and comparisons with NaN are false.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),

@@ -164,9 +164,9 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """Returns the summary of a run as text: its settings and results (`compare`), three held-out problems with
-    responses of the base model and of the trained model, the last five alarms, and the paths of the run's
-    files."""
+    """Returns the summary of a run as text: its settings and results (`compare`), three held-out problems
+    with responses of the base model and of the trained model, the last five alarms, and the paths of the
+    run's files."""
     lines = [compare([run])]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
