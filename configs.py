@@ -177,6 +177,7 @@ class Config:
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
+    eval_top_p: Part = 1.0  # sample only from the fewest tokens with this total probability; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
     grade_workers: Count = 1  # number of grading processes of each rank
     grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
@@ -190,6 +191,7 @@ class Config:
     lr_end: NotNegative = 0.0  # final learning rate of both models, with --lr_decay linear or cosine
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay; an update scales weights by 1 - lr * weight_decay
+    adam_eps: Positive = 1e-8  # AdamW's epsilon, which is added to the root of the second moment
     grad_clip: Positive = 1.0  # maximum global gradient norm; larger gradients are scaled down to it
 
     # --- the loss
@@ -402,7 +404,7 @@ STEP_BY_STEP = "Please reason step by step, and put your final answer within \\b
 ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True,
              eval_samples=(16,), shard_ranks="auto",
              data=("Open-Reasoner-Zero/orz_math_57k_collection:orz_math_57k_collection.json",))
-ORZ_SMALL = replace(ORZ, pack_len=10048, engine_share=0.75)
+ORZ_SMALL = replace(ORZ, model="Qwen/Qwen2.5-0.5B", pack_len=10048, engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
     model="runs/tiny-base-0", data=("runs/tiny-base-0/train.jsonl",),
@@ -424,21 +426,24 @@ PRESETS = {
         system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
         samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
         warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
-    # Open-Reasoner-Zero, arXiv 2503.24290 and its playground files: PPO with γ = λ = 1.
-    "orz-0.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
-    "orz-0.5b-1gpu": replace(ORZ_SMALL, model="Qwen/Qwen2.5-0.5B"),
-    "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B"),
+    # Open-Reasoner-Zero, arXiv 2503.24290 and its playground files: PPO with γ = λ = 1. Its file for 1.5B has
+    # another engine share (gpu_memory_utilization) than its file for 0.5B.
+    "orz-0.5b": ORZ_SMALL,
+    "orz-0.5b-1gpu": ORZ_SMALL,
+    "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
     "orz-7b": ORZ,
     "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
                        pack_len=18432, eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13. The paper's model has 32B parameters.
+    # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1. The paper's model has 32B parameters. It does not
+    # state weight decay and betas: these are from verl's recipe/dapo/run_dapo_qwen2.5_32b.sh and defaults.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
         samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
-        max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, eval_samples=(32,)),
+        max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, betas=(0.9, 0.999),
+        weight_decay=0.1, eval_samples=(32,), eval_top_p=0.7),
     # Dr. GRPO, arXiv 2503.20783: no division by length or standard deviation.
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
     # RLOO, arXiv 2402.14740.
@@ -448,17 +453,20 @@ PRESETS = {
                               kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
     "reinforce++-baseline-7b": replace(GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
                                        ref_refresh=False),
-    # GSPO, arXiv 2507.18071, eq. 5 to 7.
+    # GSPO, arXiv 2507.18071, eq. 5 to 7 and section 5.1.
     "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                        policy_updates=4),
-    # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4 and section 3.1. clip_high is ScaleRL's.
-    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0),
-    # ScaleRL, arXiv 2510.13786, section 4.
+    # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2 (AdamW). clip_high is ScaleRL's.
+    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
+                        adam_eps=1e-15),
+    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. The batch is that of its PPO-off-policy-8
+    # (section 3.1): 8 updates of 48 prompts. One update of 48 prompts would give each of 32 engines only 24
+    # responses to decode.
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
-        clip_low=1.0, clip_high=4.0, prompts_per_step=48, samples_per_prompt=16, policy_updates=8,
+        clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
-        weight_decay=0.01),
+        weight_decay=0.01, adam_eps=1e-15),
     # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Open-R1 also has 448 responses in a step:
     # 7 GPUs × 16 responses × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
@@ -467,14 +475,17 @@ PRESETS = {
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
-    # Tülu 3's RLVR with PPO, arXiv 2411.15124.
+    # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is that of Open-Instruct's
+    # docs/tulu3.md, the command that made the released model. Weight decay and betas are the defaults of
+    # torch's AdamW, as in Open-Instruct's code.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", data=(), template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
         nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
         prompts_per_step=224, samples_per_prompt=1, critic_updates=1, passes_per_step=4,
         max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
-        warmup_updates=0, betas=(0.9, 0.999), epochs=0, total_episodes=10_000_000, eval_samples=(1,)),
+        warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
+        eval_samples=(1,)),
 }
 # A layout sets the number of ranks. The other values of "debug", those of Open-Reasoner-Zero's debug mode,
 # are set only on the presets whose names begin with orz-.
@@ -492,7 +503,7 @@ CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most th
 # are in the list because ckpt.resume compares the models' files and the tokenized problems instead.
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples eval_temperature eval_response_len save_every keep keep_best grace stall_limit
+    eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device dtype shard_ranks network deterministic recompute offload pack_len selfcheck verbose go
     save_samples save_logps track
@@ -688,6 +699,7 @@ EFFECTS = (
     ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
+    ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
      "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),

@@ -132,7 +132,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
-                 key: tuple[int, ...], version: int) -> Iterator[Sample]:
+                 key: tuple[int, ...], version: int, top_p: float = 1.0) -> Iterator[Sample]:
         """Yields one response (a Sample) for each request, in the order in which the responses end.
 
         requests: k -> prompt tokens, where k is (prompt_id, sample_id). The tokens of an unfinished response
@@ -142,6 +142,7 @@ class Engine(abc.ABC):
         key: seeds the randomness, together with k.
         version: step of the weights. A subclass must first call self.check(version), which raises
             RuntimeError if the engine holds weights of another version.
+        top_p: each token is sampled from its `torch_engine.nucleus`; below 1 only in evaluation.
 
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 

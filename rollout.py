@@ -189,13 +189,14 @@ class Trajectories:
     """
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
-                 round_len: int = 0) -> None:
+                 round_len: int = 0, top_p: float = 1.0) -> None:
         """problems: prompt_id -> problem, for every trajectory that may move to this rank
         max_tokens: largest number of tokens of a response
         round_len: largest number of tokens that the engine generates in one call, called a round. 0: a round
-            ends only when the policy's turn ends"""
+            ends only when the policy's turn ends
+        top_p: see Engine.generate"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
-        self.max_tokens, self.round_len, self.rounds = max_tokens, round_len, 0
+        self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
         self.open: dict[Key, Sample] = {}  # Sample.text does not yet have the text of the unfinished turn
         self.waiting: dict[Key, Sample] = {}
@@ -234,7 +235,7 @@ class Trajectories:
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
         round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
-        for s in self.engine.generate(requests, limits, temperature, round_key, version):
+        for s in self.engine.generate(requests, limits, temperature, round_key, version, self.top_p):
             if self._take(before[s.key], s) and on_response():
                 return False
         self._read_environment()
@@ -336,7 +337,8 @@ class Trajectories:
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
             max_tokens: int, key: tuple[int, ...], version: int, on_response: OnResponse = lambda: False,
-            carried: Sequence[Sample] | None = None) -> tuple[list[Sample], list[Sample]]:
+            carried: Sequence[Sample] | None = None,
+            top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
     """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
     Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
@@ -350,10 +352,11 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     version: step of the engine's weights.
     on_response: called when a turn ends. If it returns True, sampling is aborted, and both results are empty.
     carried: result 2 of the previous step; () without --carry; None in evaluation, which ignores --round_len
-        and --carry."""
+        and --carry.
+    top_p: see Engine.generate. Training always samples with top_p 1."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
-    trajectories = Trajectories(engine, grader, problems, max_tokens, round_len)
+    trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
     trajectories.add(carried or ())
     # At temperature 0, all samples of a prompt are equal. So only one is sampled, and copied at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
@@ -560,7 +563,7 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
         samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
                              cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, i), step,
-                             on_response)
+                             on_response, top_p=cfg.eval_top_p)
         scores[name] = gather_scores(samples, n)
         rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
                                   for s in samples])

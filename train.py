@@ -357,7 +357,7 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
     # On a CPU, AdamW without fused=True updates one parameter at a time, which is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
-                             fused=fused)
+                             eps=cfg.adam_eps, fused=fused)
 
 
 def resident(role: Role, world: dist.World):

@@ -191,14 +191,14 @@ class TorchEngine(Engine):
         self.ledger.mark("sync")
 
     @torch.inference_mode()
-    def generate(self, requests, limits, temperature, key, version):
+    def generate(self, requests, limits, temperature, key, version, top_p=1.0):
         self.check(version)
         longest_first = sorted(requests, key=lambda k: (-len(requests[k]), k))
         for start in range(0, len(longest_first), self.cfg.max_num_seqs):
             wave = longest_first[start:start + self.cfg.max_num_seqs]
-            yield from self._wave(wave, requests, limits, temperature, key)
+            yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
-    def _wave(self, wave, requests, limits, temperature, key):
+    def _wave(self, wave, requests, limits, temperature, key, top_p):
         """Decodes the requests with the keys `wave` as one batch of responses. Yields each response when it
         ends. where[j] is the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
@@ -211,7 +211,7 @@ class TorchEngine(Engine):
         logp = torch.zeros(len(wave), steps, device=self.device)
         for t in range(steps):
             logits = self.policy.lm_head.logits(hidden)
-            token, ids_logp = sample_token(logits[where], draws[:, t], temperature)
+            token, ids_logp = sample_token(logits[where], draws[:, t], temperature, top_p)
             ids[:, t], logp[:, t] = token, ids_logp
             stopped = self._stopped(token, ids, t)
             ended = stopped | (limit == t + 1)
@@ -274,9 +274,21 @@ class TorchEngine(Engine):
         return torch.tensor(values, device=self.device)
 
 
-def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns tokens (B,) drawn from softmax(logits / temperature), one for each row of logits (B, V), and
-    their log-probs (B,) in nats. Temperature 0 takes the token with the highest logit.
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Returns the logits (B, V) with -inf for all tokens outside the nucleus (arXiv 1904.09751): the fewest
+    tokens whose probabilities sum to `top_p` or more. softmax(logits) gives the probabilities."""
+    if top_p == 1:
+        return logits
+    ordered, order = logits.sort(-1, descending=True)
+    probs = ordered.softmax(-1, torch.float64)
+    outside = probs.cumsum(-1) - probs >= top_p
+    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+
+
+def sample_token(logits: Tensor, u: Tensor, temperature: float,
+                 top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns tokens (B,) drawn from the nucleus of logits / temperature, one for each row of logits (B, V),
+    and their log-probs (B,) in nats. Temperature 0 takes the token with the highest logit.
 
     u (B,): uniform random numbers in [0, 1). The sampled token is the first token whose cumulative
         probability is above u."""
@@ -284,7 +296,7 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor,
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
     else:
-        logp = (logits / temperature).log_softmax(-1)
+        logp = nucleus(logits / temperature, top_p).log_softmax(-1)
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[1] - 1)

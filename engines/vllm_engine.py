@@ -78,7 +78,7 @@ class VLLMEngine(Engine):
             self.llm.sleep(level=2)
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
-    def generate(self, requests, limits, temperature, key, version):
+    def generate(self, requests, limits, temperature, key, version, top_p=1.0):
         """With --tp, several ranks form one engine, and vLLM needs the same requests in the same order on all
         of them. So each rank queues the requests of all ranks of the engine, but yields only the responses to
         its own requests."""
@@ -86,7 +86,7 @@ class VLLMEngine(Engine):
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
-        key_of = self._enqueue(queued, temperature, key)
+        key_of = self._enqueue(queued, temperature, key, top_p)
         for output in self._finished(version, len(queued)):
             k = key_of[output.request_id]
             if k in requests:
@@ -95,14 +95,14 @@ class VLLMEngine(Engine):
                 yield self.sample(k, requests[k], ids, _sampled_logprobs(response.logprobs, ids),
                                   response.finish_reason == "stop")
 
-    def _enqueue(self, queued, temperature, key):
+    def _enqueue(self, queued, temperature, key, top_p):
         """Queue requests in vLLM, longest prompts first. queued: (prompt_id, sample_id) -> (prompt tokens,
         largest number of response tokens). Returns vLLM's request id -> (prompt_id, sample_id)."""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
         params = [SamplingParams(
-            temperature=temperature, max_tokens=queued[k][1],
+            temperature=temperature, top_p=top_p, max_tokens=queued[k][1],
             seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]), logprobs=0,
             stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
             skip_special_tokens=False) for k in order]

@@ -58,10 +58,10 @@ def untied(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
-def responses(engine, prompts, n, temperature, max_tokens, key, version):
+def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1.0):
     """Yields `n` responses to each prompt (prompt_id -> token ids). The rest is as in Engine.generate."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
-    return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version)
+    return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 
 
 def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:

@@ -44,6 +44,8 @@ def test_the_length_of_a_run_is_given_once():
     assert parse(["orz-7b"]).with_steps(57000).steps == -(-20 * 57000 // 128)
     assert parse(["orz-7b", "--steps", "7"]).with_steps(57000).steps == 7
     assert parse(["orz-7b", "--total_episodes", "81920"]).with_steps(57000).steps == 10
+    with pytest.raises(UserError, match="--freeze_policy_steps 5: none of the 5 steps"):
+        parse(["tiny-ppo", "--freeze_policy_steps", "5", "--steps", "5"]).with_steps(100)
 
 
 def test_learning_rates_depend_on_the_counts_alone():
@@ -55,6 +57,12 @@ def test_learning_rates_depend_on_the_counts_alone():
                     "--warmup_updates", "0"])
     assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7)
     assert anneal.lr("policy", 49, 0) == pytest.approx((1e-6 + 3e-7) / 2)
+    # a cosine, and a warm-up that is a fraction of the run
+    c = dataclasses.replace(PRESETS["open-r1-1.5b-grpo"], steps=100, policy_lr=1.0, lr_end=0.1, epochs=0)
+    rates = [c.lr("policy", step, 0) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[54] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):

@@ -91,7 +91,8 @@ ENGINE = [
 # Section 7 of docs/forking.md: Muon optimizes the matrices of the layers.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-     "weight_decay=cfg.weight_decay,\n                             fused=fused)\n", told("    matrices = ")),
+     "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
+     told("    matrices = ")),
 ]
 
 # Section 8 of docs/forking.md: checkpoints are copied to S3.

@@ -317,7 +317,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     seen = []
 
     class Spy(TorchEngine):
-        def generate(self, requests, limits, temperature, key, version):
+        def generate(self, requests, limits, temperature, key, version, top_p=1.0):
             seen.extend((*key, *k) for k in requests)
             return super().generate(requests, limits, temperature, key, version)
 

@@ -1,6 +1,7 @@
 """Tests of both engines: the engine in plain PyTorch, and vLLM (CPU build)."""
 
 import dataclasses
+import math
 import os
 
 import numpy as np
@@ -104,23 +105,41 @@ def check_logprobs(samples, policy, temperature):
     assert (logp - pack.engine_logp)[pack.mask].abs().max() < 1e-4
 
 
-def test_greedy_tokens_are_the_most_likely_ones(engine, policy, prompts):
-    for (prompt_id, _), s in generate(engine, policy, prompts, temperature=0).items():
-        ids = list(prompts[prompt_id])
-        with torch.no_grad():
-            for token in s.ids.tolist():
-                segments = model.Segments(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
-                positions = torch.arange(len(ids))[None]
-                hidden = policy.hidden(torch.tensor(ids)[None], positions, segments=segments)[0, -1]
-                assert token == int((policy.lm_head.weight @ hidden).argmax())
-                ids.append(token)
+def naive_nucleus(logits, top_p) -> dict:
+    """Returns token -> log-prob, for the fewest tokens whose probabilities sum to `top_p` or more."""
+    probs, kept = logits.double().softmax(-1).tolist(), {}
+    for token in sorted(range(len(probs)), key=lambda i: -probs[i]):
+        if sum(kept.values()) < top_p or top_p == 1:
+            kept[token] = probs[token]
+    return {token: math.log(p / sum(kept.values())) for token, p in kept.items()}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_equal_the_trainers(engine, policy, prompts, temperature):
-    samples = generate(engine, policy, prompts, n=3, temperature=temperature)
+@pytest.mark.parametrize("temperature,top_p", [(0, 0.5), (1.0, 1.0), (0.6, 1.0), (0.7, 0.6), (1.5, 0.95)])
+def test_tokens_and_log_probs_are_those_of_a_naive_nucleus(engine, policy, prompts, temperature, top_p):
+    """Temperature 0 takes the most likely token."""
+    samples = generate(engine, policy, prompts, n=3, temperature=temperature, top_p=top_p)
     assert sorted(samples) == [(prompt_id, i) for prompt_id in prompts for i in range(3)]
-    check_logprobs(samples, policy, temperature)
+    for k, s in samples.items():
+        ids = torch.tensor([*prompts[k[0]], *s.ids.tolist()])
+        segments = model.Segments(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        with torch.no_grad():
+            hidden = policy.hidden(ids[None], torch.arange(len(ids))[None], segments=segments)[0]
+            logits = (hidden @ policy.lm_head.weight.T)[-len(s.ids) - 1:-1]
+        for token, logp, x in zip(s.ids.tolist(), s.logp, logits, strict=True):
+            if temperature:
+                assert naive_nucleus(x / temperature, top_p)[token] == pytest.approx(logp, abs=1e-4)
+            else:
+                assert token == int(x.argmax())
+
+
+def test_a_nucleus_is_vllms():
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    logits = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
+    logits *= torch.linspace(0.1, 9, 40)[:, None]
+    for top_p in (0.05, 0.5, 0.9, 0.999):
+        vllms = apply_top_k_top_p(logits.clone(), None, torch.full((40,), top_p))
+        assert torch_engine.nucleus(logits, top_p).equal(vllms)
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):

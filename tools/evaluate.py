@@ -149,7 +149,7 @@ def _decimals(value):
 EVAL_FLAGS = tuple("""
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
-    eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
+    eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
 """.split())  # the flags that an evaluation uses
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
