@@ -541,6 +541,31 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+# Our flag -> flags of other libraries with the same meaning, without those that `nearest` finds. docs/faq.md
+# has a table of all.
+FOREIGN = {
+    "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
+    "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
+    "samples_per_prompt": "num_generations n",
+    "policy_updates": "ppo_mini_batch_size gradient_accumulation_steps num_mini_batches",
+    "passes_per_step": "ppo_epochs max_epochs num_epochs num_iterations",
+    "epochs": "num_episodes total_epochs num_train_epochs",
+    "pack_len": "micro_train_batch_size micro_rollout_batch_size per_device_train_batch_size",
+    "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu micro_batch_size",
+    "max_response_len": "generate_max_len max_completion_length",
+    "policy_lr (or --critic_lr)": "actor_learning_rate learning_rate lr",
+    "clip_low and --clip_high": "eps_clip clip_ratio epsilon",
+    "kl_coef": "beta",
+    "grad_clip": "max_norm max_grad_norm",
+    "engine_share": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "tp": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "model": "pretrain",
+    "data": "prompt_data train_files dataset_name dataset_mixer_list",
+    "eval_every": "eval_interval eval_steps test_freq local_eval_every",
+    "save_every": "save_steps",
+}
+
+
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
     """Returns field -> first word of the value, for each flag of a command line. `--no_go`, `--steps 3` and
     `--pack-len=9` give the fields go, steps and pack_len."""
@@ -593,7 +618,10 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", f"one of {presets}")
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field in given:
-        require(f"--{field}" in flags, f"no flag --{field}{nearest(f'--{field}', flags)}",
+        # verl and OpenRLHF put the names of sections in front: --train.micro_batch_size
+        ours = next((f": --{k} does that" for k, words in FOREIGN.items()
+                     if field.split(".")[-1] in words.split()), "")
+        require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
                 f"a flag that {prog} --help lists")
     layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
     if not typed and os.environ.get("RANK") == "0":

@@ -400,6 +400,17 @@ def test_the_hours_are_the_plans():
     assert seen > 5
 
 
+def test_a_flag_of_another_library_is_answered_with_ours():
+    """The last name in each cell of the FAQ's table is refused with a line that has the row's flag."""
+    (table,) = tables(DOCS["docs/faq.md"], "torz")
+    for ours, *cells in table[1:]:
+        for name in (re.findall(r"`(\w+)`", cell)[-1] for cell in cells if "`" in cell):
+            if not hasattr(PRESETS["orz-7b"], name):
+                with pytest.raises(configs.UserError, match=rf"no flag .*{ours.split('`')[1]}\b.*; needed"):
+                    configs.parse(["orz-7b", f"--{name}", "1"])
+    assert len(table) > 20
+
+
 # --- docs/algorithms.md
 
 

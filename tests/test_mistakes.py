@@ -22,7 +22,7 @@ AT_ONCE = {
     "no preset": ("", "no preset given; needed: train.py PRESET, one of: tiny-ppo, "),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?); needed: "),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
-    "a flag of another library": ("orz-7b --learning_rate 1e-6", "no flag --learning_rate"),
+    "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
     "a word for a number": ("orz-7b --steps ten", "--steps"),
     "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
