@@ -64,7 +64,7 @@ AT_ONCE = {
                                   "no data file aime.json; needed: "),
     "a mistyped model": ("orz-7b --model mambo", "no model folder 'mambo' (did you mean mamba?); needed: "),
     "a mistyped path": ("orz-7b --model FOLDER/bar", "/bare?); needed: "),
-    "the demo before its model": ("tiny-ppo --data rows.jsonl", "needed: python -m tools.tiny, which makes"),
+    "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
 # Mistake -> (more arguments of train.py, part of the error). These errors come after torch is imported.
