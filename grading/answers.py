@@ -9,33 +9,37 @@ may hang or crash, so grading/worker.py runs `grade` in processes that can be ki
 
 Equality is decided in three steps:
 
-1. `normalise` gives both texts the same spelling (spacing, styles, Unicode) and puts words into quotes.
-2. `read` gives each text a type: number, quantity with a unit, list, set, tuple, interval, text, equation or
-   expression. Two texts of one type are compared part by part. An answer of another type than the gold
-   answer is wrong, with the exceptions below.
-3. math-verify compares two expressions.
+1. `normalise` gives both texts the same spelling of spaces, fractions and symbols. It puts words into quotes,
+   as in `5 "meters"`, so that their letters are not taken for variables.
+2. `read` gives each text a type: number, quantity with a unit, list or set, tuple, interval, text, equation
+   or expression (everything else). Two texts of one type are compared part by part. An answer of another
+   type than the gold answer is wrong, with the exceptions below.
+3. Two expressions, or parts that are expressions, are compared by math-verify.
 
 What counts as equal:
 
 - Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
   the gold answer is a plain number, an unfinished calculation (`3+4`, `84/2`, `2^{10}`) is wrong. Otherwise a
-  policy could earn the reward by repeating the problem. OPERATIONS has the rules.
-- A text is read as a whole or not at all. `3@\frac{1}{2}` is not read, so as an answer it is wrong, and as a
-  gold answer it raises an error.
-- Two decimals with the same number of decimal places must be equal. A decimal and any other number may differ
-  by at most one part in a million, and by less than one unit of the decimal's last place.
-- If both sides have a unit, the units must be the same. Units are not converted. A percent is a hundredth:
-  `5\%` equals 0.05, not 5. `101_2` (base 2) equals neither 101 nor 5.
+  policy could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
+- No text is read in part: `3@\frac{1}{2}`, which math-verify can't read as a whole, is not taken for
+  `\frac{1}{2}`. As an answer it is wrong. Comparing a number with it as the gold answer raises ValueError.
+- Two numbers must be equal, but a decimal may be a rounding of the other number. Then they may differ by at
+  most one part in a million, and by less than one unit of the decimal's last place: `0.3333333` equals
+  `1/3`, `0.33` does not. Two decimals with the same number of decimal places must be equal.
+- A percent is a hundredth: `5\%` equals 0.05, not 5. A number in another base is not converted: `101_2`
+  equals neither 101 nor 5.
+- If both texts have a unit, the units must be the same; units are not converted. If only one text has a
+  unit, only the numbers are compared: `10 cm` and the angle `10^\circ` equal 10. But the answer `10^\circ C`
+  does not equal 10, because it is a temperature. `(B) 15` equals `15`.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
-  `(1,2)` may be a point or an interval. An inequality in one variable is an interval. `\{2,2,3\}` is the set
-  `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
+  An inequality in one variable is an interval, and `(1,2)` may be one, too: `1<x<2` equals `(1,2)`.
+  `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
 - A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
-- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`. The roots `x_1=2,
-  x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`. `3+4=7` equals 7, but `6=7` and `x=6=7` do not.
-  `\frac56\approx0.83` equals `\frac56`, because the rounding is right to one percent.
-- An answer may have a unit that the gold answer lacks: `10 cm` and `10^\circ` equal 10. `10^\circ C` does
-  not, because degrees are free only as the unit of an angle. `(B) 15` equals `15`.
+- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`, because a problem
+  may ask for m+n. The roots `x_1=2, x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`.
+- `3+4=7` equals 7, but `6=7` and `x=6=7` do not. `\frac56\approx0.83` equals `\frac56`, because the rounding
+  differs by less than one percent.
 """
 
 import re
@@ -51,7 +55,8 @@ KINDS = ("math", "choice", "exact")
 
 # --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
-# BRACE also matches \\, \{ and \}, so that `_boxes` can ignore them: they open or close no group.
+# BRACE matches the braces that `_boxes` counts. It also matches \\, \{ and \}, without a group, so that
+# `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
 PLAIN = str.maketrans({
     "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
     **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
@@ -71,8 +76,8 @@ def extract_answer(text: str) -> str | None:
     r"""Returns the content of the last balanced \boxed{}, stripped. Reads only the last <answer>...</answer>
     block that contains a box. Returns None if there is no box, or if the box is empty.
 
-    `text` must include the stop string: without `</answer>` there is no answer. The time is linear in
-    len(text).
+    A block counts only if it has its end, so `text` must include the stop string `</answer>`. The time is
+    linear in len(text).
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
@@ -103,8 +108,9 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Several boxes side by
-    side are one answer, joined by semicolons. So a response can't win by offering several answers."""
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. If only spaces, commas
+    or words such as "and" are between boxes, their contents are joined by semicolons and form one answer, a
+    list. So a response can't win by offering several answers."""
     text = _after_thought(text).replace(r"\fbox", r"\boxed")
     boxes = _boxes(text)
     boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
@@ -173,7 +179,7 @@ def readers(text: str) -> list[str]:
     return [name for name in EXTRACTORS if extract(text, name) is not None]
 
 
-# --- normalise: gives equal things one spelling, and puts words into quotes
+# --- normalise: gives equal things one spelling, and puts words into quotes: 5 "meters"
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
@@ -216,7 +222,8 @@ TOKEN = re.compile(r"""
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
-# (pattern, replacement): the rules that `normalise` applies after TOKEN, in this order.
+# (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
+# of TOKEN.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
@@ -299,8 +306,8 @@ def _quoted(match):
 
 
 def _is_word(match):
-    r"""Returns whether the matched letters are a word; if not, each letter is a variable. The letters are
-    outside of \text{}."""
+    r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
+    not, each letter is a variable, as in `xy`."""
     text, word = match.string, match[0].lower()
     before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
     if PLURAL.sub("", word) in ALIASES:
@@ -326,12 +333,15 @@ class Reading(NamedTuple):
         number      a Number
         quantity    (Reading of the number, words of the unit)
         list        Readings of the elements of a list or set
-        tuple       (brackets, Readings of the elements). Brackets are "=" for x=1, y=2. They are ":" for a
-                    ratio, "mod 7" for a residue, and the shape of a matrix
-        intervals   (variable or None, edges): 1<x\le2 has the edges (1 and 2]. Each is (bracket, [Reading])
+        tuple       (brackets, Readings of the elements). The brackets are a text such as "()". In their place
+                    x=1, y=2 has "=", a ratio has ":", 3 \pmod 7 has "mod 7", and a matrix has its shape
+        intervals   (variable or None, edges). An edge is (bracket, [Reading of the number]): 1<x\le2 has the
+                    edges (1 and 2]
         named       (name before `=`, Reading of the text after it)
-        chain       (Reading of the value, equal texts, roundings): 3+4=7, \frac56\approx0.83
-        text        the words in lower case, without articles and plural s; a letter; digits and their base
+        chain       (Reading of the value, texts before it, roundings after it): 3+4=7 has the value 7, and
+                    \frac56\approx0.83 has the value \frac56
+        text        of words: the words in lower case, without articles and plural s. Of one letter: the
+                    letter. Of 101_2, a number with its base: "101 base 2"
 
     The other kinds have no parts (None): equation, which may be an inequality, and expression."""
     kind: str
@@ -346,7 +356,8 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
-# Words after a number are a unit, as in `5 meters`. With one of these words, the whole is text: `5 or more`.
+# Words after a number are a unit, as in `5 meters`. But if one of these words is among them, the number and
+# the words are a text, as in `10 dozen`, which is not 10.
 NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
     around at least most between times plus minus half halves third squared cubed factorial negative positive
     point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
@@ -444,12 +455,14 @@ def _read_list(text, depth):
 
 
 def _several(reading):
-    """Returns the Readings of a list without braces; any other Reading is the only one."""
+    """Returns the elements of a Reading that is a list without braces. For any other Reading, also a set,
+    returns a list of only this Reading."""
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
 
 
 def _read_bounds(text, elements):
-    r"""Returns the intervals of x<1 or x>2. A part x\ne3 takes the point 3 out of the others."""
+    r"""Returns one Reading for several inequalities, such as x<1 or x>2; None if they have different
+    variables. An element x\ne3 gives the edges 3) and (3, which take 3 out of the other intervals."""
     cut = [r"\ne" in e.text for e in elements]
     edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
@@ -478,8 +491,8 @@ def _read_named(text, depth):
 
 
 def _read_union(text, depth):
-    r"""Returns the intervals of a union (\cup), of the real numbers (\mathbb{R}), or of intervals without
-    others (\setminus). None for any other text."""
+    r"""Returns the Reading of the real numbers (\mathbb{R}), or of a union (\cup) or a difference (\setminus)
+    of intervals. None for any other text."""
     if text == r"\mathbb{R}":
         return Reading("intervals", text, (None, REALS))
     parts, minus = _split(text, "minus")
@@ -491,7 +504,7 @@ def _read_union(text, depth):
     return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
 
 
-OPPOSITE = str.maketrans("[]()", ")(][")  # without [0,1] there remain edges 0) and (1
+OPPOSITE = str.maketrans("[]()", ")(][")  # taking out [0,1] leaves the edges 0) and (1
 MIRRORED = str.maketrans("[]()", "][)(")
 REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
 SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # x<2 ends at 2)
@@ -521,8 +534,9 @@ def _read_inequality(text, depth):
 
 
 def _edges(reading):
-    """Returns the edges of the intervals of a Reading: (bracket, [Reading of the number]). [] if it has none.
-    A pair in brackets, such as (1,2), counts as an interval, and a number a as [a,a]."""
+    """Returns the edges of the intervals for which a Reading stands: a list of (bracket, [Reading of the
+    number]), which is empty if it stands for no intervals. A pair in brackets, such as (1,2), counts as an
+    interval, and a number a as [a,a]."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):
         return parts[1] if kind == "intervals" else _edges(parts[1])
@@ -562,8 +576,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of a text with words, such as a number with a unit. None if the text has no
-    words."""
+    """Returns the Reading of a text with words, such as a number with a unit, of one letter (but not e or i),
+    or of capitals such as AB. None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -627,23 +641,25 @@ def _number(text):
 # --- equality
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
-# repeating the problem. This table says how far:
+# repeating the problem. A text that `_number` reads is a plain value. If the gold answer is a plain value, an
+# expression is wrong. What an answer may contain:
 #
-#     operation                  in an answer it is
-#     sign, decimal point, %     part of a value
-#     power of ten               part of a value, because 3\cdot10^4 and 10^6 are ways to write a number
-#     fraction of two integers   a value in any terms: 6/8. But 84/2 is a quotient that is not worked out
-#     whole and fraction         a value: 4\frac23. But 4+\frac23 is a sum
-#     + - * / and other powers   free, because 2x+6 may be 2(x+3). But if the gold answer is a plain value,
-#                                the operation is not worked out: 2^{10} for 1024
-#     one of OPERATIONS          right only if the gold answer has an operation of the same line: 11\sqrt2 may
-#                                be \sqrt{242}, but \frac{\sqrt3}{2} may not be \sin60^\circ
+#     sign, decimal point, percent   always: they are part of a plain value
+#     power of ten                   always: 3\cdot10^4 and 10^6 are plain values
+#     fraction of two integers       always, also if it can be reduced: 6/8. But 84/2 is an expression,
+#                                    because it is a quotient that was not worked out
+#     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
+#     + - * / and other powers       if the gold answer is no plain value: 2x+6 equals 2(x+3), but 2^{10} does
+#                                    not equal 1024
+#     an operation of OPERATIONS     if the gold answer has an operation of the same line of the list:
+#                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
+#                                    \frac{\sqrt3}{2}
 #
-# If the gold answer has a variable, only the first line of OPERATIONS counts: n(n-1)/2 may be \binom{n}{2},
-# and x^{-1/2} may be 1/\sqrt{x}. `_number` reads plain values. Nothing else equals a plain value.
+# If the gold answer has a variable, the last rule holds only for the first line of OPERATIONS, and the other
+# operations are always allowed: \binom{n}{2} equals n(n-1)/2, and 1/\sqrt{x} equals x^{-1/2}.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{d",
-    r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots; a power may be one
+    r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots, also as a power: x^{1/2}
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)",
     r"\\(?:log|ln)",
     r"!|\\binom",
@@ -744,19 +760,21 @@ def _same_expression(answer, gold, prove):
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
-    # The name x_{1} is also an x, but no x_{2}.
+    # x_{1} may also be called x, but not x_{2}.
     other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
     if other and not {a.kind, b.kind} <= {"number", "expression"}:
         return False
-    # A gold answer such as x+y=5 may be a line, so it counts as an equation.
+    # A gold answer such as x+y=5 may be the equation of a line. So it is compared as an equation, and 5 is
+    # wrong.
     if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
 def _same_chain(answer, gold, prove):
-    """Returns whether two Readings are equal if one or both are a chain; None if unknown. The other parts of
-    an answer must have the chain's value, and a part after \\approx must agree with it to one percent."""
+    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Only the value of a gold
+    answer counts. If the answer is a chain, its value must equal the gold answer, and all its other parts
+    must equal its value; a part after \\approx may differ by one percent."""
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
@@ -841,7 +859,8 @@ def _parse(text):
     if MISREAD.search(text):
         return None
     text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
-    # math_verify.parse would grade a part of a text that it can't read: \frac34 in 5@\frac34.
+    # latex2sympy is called directly, because math_verify.parse would read only a part of some texts: \frac34
+    # of 5@\frac34.
     try:
         found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None)
     except Exception:
@@ -855,9 +874,9 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
-    """Returns whether two normalised expressions are equal, as math-verify decides. Raises ValueError if
-    `gold` can't be parsed. tolerance: relative error of a decimal. Most errors of math-verify are passed
-    on."""
+    """Returns whether two normalised expressions are equal, as math-verify decides; False if they are too
+    large to compute. Raises ValueError if `gold` can't be parsed. math-verify may raise further errors.
+    tolerance: largest relative difference of two numbers if one of them contains a decimal."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
