@@ -132,6 +132,11 @@ class Sample:
         return np.full(len(self.ids), self.version, np.int32) if self.versions is None else self.versions
 
     @property
+    def right(self) -> bool:
+        """Whether the response has the full reward, 1 or more."""
+        return self.reward >= 1
+
+    @property
     def entered(self) -> dict[str, float]:
         """Returns name -> weighted value, for each term of --reward. `score` is the sum of the values."""
         return {self.grader: self.weight * self.reward} | self.parts

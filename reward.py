@@ -14,7 +14,6 @@ The usual reward is 1 if the response ended before the length limit and its extr
 answer, else 0."""
 
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -121,15 +120,28 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+# Reward parts that read only the response's text. rollout.REWARD_PARTS has the others, too.
+TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
+              "repetition": lambda text: -repeated_ngrams(text)}
+
+
+def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
+    """Returns the graders for a data set. The first one gives the reward; what the others give is added, like
+    a reward part. If --reward has graders for this data set only (DATASET@FILE.py:FUNCTION), they come
+    first, and answers are not compared."""
+    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
+    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
+
+
 # --- grading a file
 
-def _responses(path):
+def _responses(path, kind="math"):
     """Yields the rows of a file of responses, with defaults for "stopped" and "kind". The rows that a run
     writes to samples/ have other fields, and are converted. Raises UserError for a row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
-        row = {"stopped": True, "kind": "math", **row}
+        row = {"stopped": True, "kind": kind, **row}
         if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
             row["response"] = row.get("policy_text", row.get("response"))  # without an --env's texts
@@ -140,31 +152,39 @@ def _responses(path):
         yield row
 
 
-def dry_run(responses: str, /, reward: str | None = None, workers: int = 2, deadline: float = 5.0,
+def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
     """Grade a file of responses. Print how many responses have each outcome (correct, wrong, …), the mean
-    reward, the seconds, and the first three responses that are wrong or have no answer.
+    of each reward, and the first three responses that are wrong or have no answer.
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; "stopped" and "kind" may be left out
-        reward: your own path/to/file.py:function, called as function(response, answer, kind) -> float
+            "kind": "math"}; "stopped" and "kind" may be left out. A file of a run's samples/ is one, too
+        reward: as for train.py: graders and parts, such as math format=0.5 path/to/file.py:function=2
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,
             last_number or whole
     """
-    rows, start = list(_responses(responses)), time.perf_counter()
-    with Grader(workers, deadline, [reward] if reward else [], compares=not reward) as grader:
+    rows, terms, values = list(_responses(responses, kind_of(reward))), parse_terms(reward, TEXT_PARTS), {}
+    customs = [t.custom for t in terms if t.custom]
+    with Grader(workers, deadline, customs, any(t.kind for t in terms)) as grader:
         for i, row in enumerate(rows):
-            grader.submit(i, row["response"], row["answer"], row["stopped"], row["kind"], extractor,
-                          reward or "")
-        grades = grader.results()
+            for t in graders_of(row.get("dataset") or "", terms):
+                grader.submit((t, i), row["response"], row["answer"], row["stopped"], row["kind"], extractor,
+                              t.custom)
+        every = grader.results()
+    for (t, _), grade in every.items():
+        values.setdefault(t, []).append(grade.reward)
+    for t in terms:
+        if t.name in TEXT_PARTS:
+            values[t] = [TEXT_PARTS[t.name](row["response"]) for row in rows]
+    grades = {i: grade for (t, i), grade in every.items() if t == terms[0]}
     for reason in REASONS:
         count = sum(grade.reason == reason for grade in grades.values())
         print(f"{reason:10}{count:8}{count / len(rows):8.1%}")
-    mean = sum(grade.reward for grade in grades.values()) / len(rows)
-    print(f"mean reward {mean:.4f}, {time.perf_counter() - start:.1f} s")
+    for t, numbers in values.items():
+        print(f"mean {t.name} {sum(numbers) / len(numbers):.4f}, weight {t.weight:g}")
     failures = [i for i, grade in grades.items() if grade.reason in ("wrong", "unparsed")]
     for i in sorted(failures)[:3]:
         row, grade = rows[i], grades[i]

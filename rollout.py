@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +33,9 @@ from engine import Engine, Key, first_stop
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine
 from grading.answers import extract
-from grading.worker import Grade, Grader
+from grading.worker import Grade, Grader, reason_of
 from model import load_config, ropes
-from reward import Term, parse_terms, repeated_ngrams, tag_count, think_then_answer
+from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 K = TypeVar("K")
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
@@ -70,13 +71,16 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
+def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
+    """Returns the value of one of reward.TEXT_PARTS for each response."""
+    return [function(s.policy_text) for s in group]
+
+
 # A reward part is a number that is added to the reward of the grader, for example for the response's format.
 # Here: name of the part -> function(samples of one prompt, config), which returns one number for each sample.
 # A part is used if --reward names it, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
-    "format": lambda group, cfg: [think_then_answer(s.policy_text) for s in group],
-    "tags": lambda group, cfg: [tag_count(s.policy_text) for s in group],
-    "repetition": lambda group, cfg: [-repeated_ngrams(s.policy_text) for s in group],
+    **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
@@ -128,14 +132,6 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
             parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
             shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
     return shaped
-
-
-def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the graders for a data set. The first one gives the reward; what the others give is added, like
-    a reward part. If --reward has graders for this data set only (DATASET@FILE.py:FUNCTION), they come
-    first, and answers are not compared."""
-    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
-    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
 
 def extractors(cfg: Config) -> dict[str, str]:
@@ -323,7 +319,7 @@ class Trajectories:
             if s.reason:
                 reward, reason = 0.0, s.reason
             elif s.env_reward is not None:
-                reward, reason = s.env_reward, "correct" if s.env_reward > 0 else "wrong"
+                reward, reason = s.env_reward, reason_of(s.env_reward)
             self.graded[key] = replace(
                 s, reward=reward, reason=reason, answer=answer, grader=terms[0].name,
                 weight=terms[0].weight,
@@ -465,7 +461,7 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
         truncated     fraction of responses that were cut at the length limit
     """
     groups = group_by_prompt(samples)
-    right = [sum(s.reward > 0 for s in group) for group in groups]
+    right = [sum(s.right for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
     for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
         metrics[f"pass@{k}"] = [pass_at(k, n, c) for c in right]
@@ -487,7 +483,7 @@ def majority(group: Sequence[Sample]) -> float:
     equally frequent, returns the fraction of right answers among them."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
-    right = {s.answer for s in group if s.reward > 0}
+    right = {s.answer for s in group if s.right}
     return sum(a in right for a in top) / len(top) if top else 0.0
 
 

@@ -397,6 +397,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     start, late, end = arrivals[0], arrivals[int(0.9 * len(arrivals))], arrivals[-1]
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
+        save_samples(run, step, batch, samples)  # a run that first_look refuses keeps them
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples)

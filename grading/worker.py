@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -47,7 +48,7 @@ from typing import NamedTuple
 from configs import ROOT, UserError, nearest, require, shorten
 from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade
 
-REASONS = ("correct", "wrong", "unparsed", "truncated", "timeout", "error")
+REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters of an answer; a longer one would be slow to parse, so it counts as "unparsed"
 MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
@@ -124,13 +125,18 @@ _modules = {}  # folder of a user's file -> {name: module} of the modules import
 
 
 def _outcome(what, *arguments):
-    """Carry out a Request. For "compare" and "score", returns the reward and "correct" or "wrong". For
-    "reply", returns the environment's Reply and "replied"."""
+    """Carry out a Request. For "compare" and "score", returns the reward and its reason. For "reply", returns
+    the environment's Reply and "replied"."""
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
     reward = _as_reward(value, "the reward")
-    return reward, "correct" if reward > 0 else "wrong"
+    return reward, reason_of(reward)
+
+
+def reason_of(reward: float) -> str:
+    """Returns the reason of a reward: a reward between 0 and 1 is "partial"."""
+    return "correct" if reward >= 1 else "partial" if reward > 0 else "wrong"
 
 
 def _reply(*request):
@@ -209,9 +215,18 @@ def _grade_chunk(requests, deadline):
         try:
             outcomes.append((*_outcome(*request), None))
         except BaseException as error:  # a custom reward may also raise SystemExit
-            outcomes.append((0.0, "error", shorten(f"{type(error).__name__}: {error}", 500)))
+            outcomes.append((0.0, "error", _message(error, request[1])))
     signal.setitimer(signal.ITIMER_PROF, 0)
     return outcomes, (time.monotonic() - start) / len(requests)
+
+
+def _message(error, spec):
+    """Returns the error as one line, with the last line of the user's file that was called. spec:
+    "FILE.py:FUNCTION", or any other text"""
+    file = spec.rpartition(":")[0]
+    places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
+              if frame.f_code.co_filename == file]
+    return shorten(f"{type(error).__name__}: {error}{''.join(places[-1:])}", 500)
 
 
 def _init_worker():
@@ -241,7 +256,7 @@ def _import_function(spec):
         with _modules_beside(spec):
             return runpy.run_path(path)[name]
     except (Exception, SystemExit) as error:
-        return ImportError(f"{path} can't be imported: {error!r}")
+        return ImportError(f"{path} can't be imported: {_message(error, spec)}")
 
 
 def _warm():

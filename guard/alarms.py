@@ -34,9 +34,14 @@ ALARMS = {
         lambda now, cfg: now["truncated"] > 0.5,
         "{now[truncated]:.0%} of the responses are cut at --max_response_len {cfg.max_response_len} and "
         "score 0; try a larger one, or a --stop that fits the responses in samples/"),
+    "constant": (
+        lambda now, cfg: now["always_uniform"] and cfg.samples_per_prompt > 1,
+        "since the first step all samples of a prompt have had the same reward (mean {now[reward]:g}), and "
+        "the run can't learn from it; a --reward may not depend on the response: try reward.py on samples/; "
+        "or try other --data"),
     "uniform": (
         lambda now, cfg: (now["reward"] < SOLVED and now["uniform_groups"] > 0.8
-                          and cfg.samples_per_prompt > 1),
+                          and cfg.samples_per_prompt > 1 and not now["always_uniform"]),
         "{now[uniform_groups]:.0%} of the prompts have samples with equal scores, which teach little, at "
         "reward {now[reward]:.2f}; try problems nearer to reward 0.5, or more --samples_per_prompt"),
     "critic": (
@@ -71,6 +76,7 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
         "first_entropy": next((row["entropy"] for row in history if "entropy" in row), NAN),
+        "always_uniform": all(row.get("uniform_groups") == 1 for row in history),
         "longest": longest["response_len"], "reward_at_longest": longest["reward"],
         "least_residual": min(row.get("mem/residual_gb", NAN) for row in history)})
     for name in history[-1]:

@@ -379,7 +379,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
                           "that asks for the format of --extractor",
               "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
     require(cfg.go or scored, f"all of the first {total} responses score 0 (most common reason: "
-            f"{mostly}{first})", remedy.get(mostly, "easier --data, or a --model that is sometimes right")
+            f"{mostly}{first}); to grade them again: python reward.py {cfg.out}/samples/step_000000.jsonl",
+            remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
 
 

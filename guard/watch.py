@@ -86,6 +86,9 @@ def handle_signals(grace: float) -> Iterator[None]:
         now = time.monotonic()
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
+                         f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n".encode())
         # torchrun repeats the first ctrl-C, so a ctrl-C within two seconds of the first is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)

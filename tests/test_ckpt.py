@@ -373,13 +373,14 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
     assert "has a policy with other shapes (model.layers.2." in said and f"--model {base.model}" in said
 
 
-def test_signals_are_handled_only_while_training():
+def test_signals_are_handled_only_while_training(capfd):
     """After handle_signals, the earlier signal handlers are back, and the end of the grace period (seconds in
     which a run that got a signal must stop) does not kill the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert dist.stop_signal and signal.getsignal(signal.SIGINT) != before[1]
+        assert "SIGUSR1: the run saves and stops when phase" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
     time.sleep(0.5)  # longer than the grace period
 

@@ -68,6 +68,13 @@ WRONG = {
 }
 
 
+def test_a_constant_reward_raises_its_own_alarm_at_the_first_step():
+    for reward in (1.0, 0.5, -1.0):
+        constant = [row | {"reward": reward, "uniform_groups": 1.0} for row in learning(3)]
+        (alarm,) = raised(constant)
+        assert alarm[0] == 0 and f"(mean {reward:g})" in alarm[1] and "--reward" in alarm[1]
+
+
 def test_no_alarm_is_raised_by_a_healthy_run_a_single_odd_step_or_success():
     grpo = [{k: v for k, v in r.items() if k != "explained_variance"} for r in healthy()]
     assert raised(healthy()) == raised(learning()) == raised(grpo, PRESETS["tiny-grpo"]) == []
@@ -443,7 +450,7 @@ ONLY = {
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
     "reward/<part>/failed": dict(overlong_buffer=8)}
-ELSEWHERE = {"mfu"}  # only runs on a GPU have these metrics
+ELSEWHERE = {"mfu", "response_len/right"}  # only on a GPU, and only with a full reward
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):

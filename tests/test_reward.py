@@ -183,7 +183,8 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer
     grades = grader.results()
     assert grades.pop("long").reason == "unparsed"
-    assert {key: g.reason for key, g in grades.items()} == {reason: reason for reason in worker.REASONS}
+    assert {key: g.reason for key, g in grades.items()} == {
+        reason: reason for reason in worker.REASONS if reason != "partial"}
     assert {key for key, g in grades.items() if g.reward} == {"correct"}
     assert "gold answer" in grader.errors["ValueError"]
 
@@ -264,7 +265,7 @@ def test_custom_reward(custom):
     """)
     want = {"raise": "error", "exit 0": "error", "exit 3": "error", "exit 255": "error", "signal 9": "error",
             "signal 11": "error", "hang": "timeout", "leave": "error",
-            "return None": "error", "return 'x'": "error", "return True": "correct", "12345": "correct",
+            "return None": "error", "return 'x'": "error", "return True": "correct", "12345": "partial",
             "": "wrong", "return 3.4028234e38": "correct",  # the largest float32
             **{f"return {x}": "error" for x in ("1e39", "-1e39", "10**400", "float('inf')", "float('nan')")}}
     with Grader(workers=2, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -282,7 +283,7 @@ def test_custom_reward(custom):
     assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
-    assert "LookupError: a b c" in grader.new_errors()
+    assert f"LookupError: a b c ({spec[:-6]}, line 8)" in grader.new_errors()
     assert re.match("WorkerDied: the process ended with status (0|3|255|-9|-11) while grading",
                     grader.errors["WorkerDied"])
     assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
@@ -349,7 +350,8 @@ def test_a_custom_file_that_fails_to_import_is_an_error_that_names_it(custom, li
         grader.submit(0, "x", "y", True, custom=spec)
         assert grader.results()[0].reason == "error"
         (message,) = grader.errors.values()
-        assert "mine.py can't be imported: " in message and line[6:16] in message and "\n" not in message
+        assert re.search(r"mine.py can't be imported: .*mine.py, line \d\)$", message), message
+        assert line[6:16] in message and "\n" not in message
 
 
 def open_r1_format(text: str) -> float:
@@ -510,9 +512,18 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
     done = dry_run(tmp_path, [json.dumps(row) for row in rows])
     assert done.returncode == 0, done.stderr
     counts = dict(line.split()[:2] for line in done.stdout.splitlines()[:6])
-    assert counts == dict(correct="2", wrong="1", unparsed="1", truncated="1", timeout="0", error="0")
-    assert "mean reward 0.4000" in done.stdout
+    assert counts == dict(correct="2", partial="0", wrong="1", unparsed="1", truncated="1", timeout="0")
+    assert "mean accuracy 0.4000, weight 1\n" in done.stdout
     assert "row 3, wrong: '4', gold '5'" in done.stdout and "row 4, unparsed: None" in done.stdout
+
+
+def test_dry_run_takes_the_terms_of_training(tmp_path):
+    (tmp_path / "my.py").write_text("def score(text, gold, kind):\n    return 0.5 / (text != '0')\n")
+    rows = [json.dumps({"response": text, "answer": "1"}) for text in (GOOD, boxed("1"), "0")]
+    done = dry_run(tmp_path, rows, "--reward", "math", "format=0.5", f"{tmp_path}/my.py:score=2")
+    for line in ("mean accuracy 0.3333, weight 1\n", "mean format 0.3333, weight 0.5\n",
+                 "mean score 0.3333, weight 2\n", f"by zero ({tmp_path}/my.py, line 2)"):
+        assert line in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("line", "message"), [

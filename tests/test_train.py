@@ -68,3 +68,4 @@ def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, 
     assert output.count("\nprompt    ") == output.count("\nresponse  ") == 3
     assert "of the first 32 responses: " in output
     assert not (tmp_path / "o/metrics.jsonl").read_text() and not (tmp_path / "o/export").exists()
+    assert len((tmp_path / "o/samples/step_000000.jsonl").read_text().splitlines()) == 32  # for reward.py

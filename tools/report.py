@@ -173,7 +173,7 @@ def story(run: Path) -> str:
         for base, trained in zip(read_jsonl(files[0])[:3], read_jsonl(files[-1]), strict=False):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base['gold']})")
             for name, row in ("base   ", base), ("trained", trained):
-                lines.append(f"  {name} {'✓' if row['reward'] > 0 else '✗'} {shorten(row['response'])}")
+                lines.append(f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl")[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
     return "\n".join(lines) + f"""
@@ -229,7 +229,7 @@ def _samples(run, kind):
     for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
         cards = {}
         for row in read_jsonl(file):
-            graded = "right" if row["reward"] > 0 else "wrong"
+            graded = "right" if row["reward"] >= 1 else "wrong"
             if row["prompt_id"] < SHOWN_PROMPTS:
                 cards.setdefault((row.get("set"), row["prompt_id"], graded),
                                  _fill(SAMPLE, row | {"graded": graded}))
