@@ -392,8 +392,9 @@ def test_each_problem_has_its_own_value_of_each_metric():
     """The metrics equal those of a naive loop, which for pass@k runs over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
-    samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), ids=range(rng.randrange(9)),
-                               stopped=rng.random() < 0.5) for i, some in enumerate(answers) for a in some]
+    samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), right=a == "7",
+                               ids=range(rng.randrange(9)), stopped=rng.random() < 0.5)
+               for i, some in enumerate(answers) for a in some]
     found = accuracy(samples, n)
     assert list(found) == ["avg@6", "pass@2", "pass@4", "pass@6", "maj@6", "response_len", "truncated"]
     for i, some in enumerate(answers):
