@@ -13,9 +13,14 @@ Hugging Face's own classes. For attention, transformers calls `packed_attention`
 
 Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
 
-Shapes: T tokens of a pack; U of them are computed, and T - U are copies of a computed token; S rows of the
-tensors that attention gets (see Segments); N segments, V vocabulary, D hidden size, H heads, Hkv heads of
-keys and values, d head size."""
+Letters in the shapes of tensors:
+
+    T    tokens of a pack
+    U    tokens of a pack that are computed; the other T - U tokens are equal to one of them
+    S    rows of the queries, keys and values of attention, where shared tokens are repeated (see Segments)
+    N    segments of a pack
+    V, D                sizes of the vocabulary and of the hidden states
+    H, Hkv, d           heads of queries, heads of keys and values, size of a head"""
 
 import contextlib
 import inspect
@@ -91,7 +96,7 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns x[index], of shape (S, …), for x (U, …) and index (S,). `index` may name a row several times.
+    """Returns n rows of x (rows, …): x[index] (n, …), for index (n,). `index` may name a row several times.
     `order` and `offsets` come from RowIndex.groups.
 
     The gradient of a row of x is the sum of the gradients of all its copies. The backward pass sums in fp32
@@ -112,7 +117,7 @@ class TakeRows(torch.autograd.Function):
 
 
 class RowIndex:
-    """Copies rows of a tensor that has `count` rows: result[i] = x[index[i]]. index (S,) may name a row
+    """Copies n rows of a tensor that has `count` rows: result[i] = x[index[i]]. index (n,) may name a row
     several times."""
 
     def __init__(self, index: Tensor, count: int) -> None:
@@ -120,14 +125,14 @@ class RowIndex:
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
-        """Returns order (S,), the positions in `index` sorted by the row that they name, and offsets
+        """Returns order (n,), the positions in `index` sorted by the row that they name, and offsets
         (count + 1,). The positions that name row u are order[offsets[u]:offsets[u + 1]]."""
         order = self.index.argsort(stable=True)
         rows = torch.arange(self.count + 1, device=order.device)
         return order, torch.searchsorted(self.index[order], rows)
 
     def take(self, x: Tensor) -> Tensor:
-        """Returns the rows `index` of x (count, …) as (S, …)."""
+        """Returns the n rows `index` of x (count, …) as (n, …)."""
         # On a CPU, index_select is faster, and also adds the gradients in a fixed order.
         if x.device.type == "cpu" and x.dtype != torch.bfloat16:
             return x.index_select(0, self.index)
@@ -170,7 +175,7 @@ class Segments:
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # slots: for each of the S slots, the index of the computed token that is copied to it.
         # outputs (U,): for each computed token, the slot from which its attention output is read.
-        # Both are None if nothing must be copied, because slot i would get computed token i.
+        # Both are None if the slots are the computed tokens in the same order, so that nothing is copied.
         self.slots: RowIndex | None = None
         self.outputs: Tensor | None = None
         if unique is not None and len(unique) < len(inverse):
@@ -252,7 +257,8 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """Returns the attention (S, H, d), computed block by block with scaled_dot_product_attention."""
+    """Returns the attention output (S, H, d) for S slots, H heads and head size d. It is computed block by
+    block (see Segments) with scaled_dot_product_attention."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
@@ -277,12 +283,14 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Computes the log-probs of given tokens, and entropies, from a linear head in fp32. The logits of all
-    tokens (n, V) would take too much memory, so the tokens are divided into chunks, whose logits have at most
-    CHUNK_BYTES. `backward` computes the logits again, except those of the last chunk, which are kept.
+    """Computes the log-probs of n given tokens, and entropies, from a linear head in fp32. The logits (n, V)
+    of all tokens, for a vocabulary of V, would take too much memory. So the tokens are divided into chunks,
+    whose logits have at most CHUNK_BYTES. `forward` keeps only the logits of the last chunk, and `backward`
+    computes those of the other chunks again.
 
-    Inputs: hidden (n, D), weight (V, D), targets (n,) (the tokens whose log-probs are wanted), temperature.
-    Outputs: log-probs (n,) of the targets, and entropies (n,) of the distributions."""
+    Inputs: hidden (n, D), the hidden states of size D from which the tokens are predicted; weight (V, D);
+    targets (n,), the tokens; temperature. Outputs: log-probs (n,) of the targets, and entropies (n,) of the
+    distributions."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
@@ -331,16 +339,17 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns the fp32 logits (c, V) of hidden (c, D) and weight (V, D). The sums are in fp32 for inputs of
-    any dtype."""
+    """Returns the fp32 logits (c, V) of c hidden states (c, D) and the head's weight (V, D), for a vocabulary
+    of V. The sums are in fp32 for inputs of any dtype."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits: they
-    are computed from the whole weight, and FSDP gathers the whole weight only during a forward pass.
+    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits. They
+    are computed inside `forward` because they need the whole weight, and FSDP gathers a module's weight only
+    while the module's `forward` runs.
 
     Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
     the same effect."""
@@ -353,7 +362,7 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the fp32 logits (n, V) of hidden states (n, D), for the PyTorch engine."""
+        """Returns the fp32 logits (n, V) of n hidden states (n, D), for the PyTorch engine."""
         logits = logits_fp32(hidden, self.weight)
         return logits if self.scale == 1 else logits.mul_(self.scale)
 
@@ -401,14 +410,14 @@ class PackModel(nn.Module):
                                     preserve_rng_state=False, **keep)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: further
-        arguments of packed_attention."""
+        """Returns the last hidden states (…, D), of size D, of tokens (…,) at positions (…,). `attention`:
+        further arguments of packed_attention."""
         out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) of the tokens before the pack's tokens `at` (n,), which are
-        indices. From these hidden states, the heads predict the tokens `at`."""
+        """at (n,): indices of n tokens of the pack. Returns the last hidden states (n, D), of size D, of the
+        tokens just before them, from which the heads predict the tokens `at`."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
@@ -445,7 +454,8 @@ def keep_products() -> tuple[Any, Any]:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns the RMS norm of x (…, D). `norm`: a Hugging Face norm that uses Llama's formula."""
+    """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm that uses Llama's
+    formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
@@ -494,14 +504,14 @@ class Critic(PackModel):
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats: the log-prob of each token, and the entropy of the distribution
-    that predicts the token. Both are 0 where pack.mask is false."""
+    """Returns two fp32 tensors (T,) in nats for a pack of T tokens: the log-prob of each token, and the
+    entropy of the distribution that predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
 def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """Returns (T,) fp32: for each token, the critic's value of the text before this token; 0 where pack.mask
-    is false."""
+    """Returns fp32 (T,), one value for each of the pack's T tokens: the critic's value of the text before the
+    token; 0 where pack.mask is false."""
     return critic(pack)
 
 
@@ -606,7 +616,7 @@ def load_critic(path: str, device: Device = "cpu",
     UserError as load_config does.
 
     Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation
-    1/(D+1), as in Open-Reasoner-Zero's code."""
+    1 / (hidden size + 1), as in Open-Reasoner-Zero's code."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))

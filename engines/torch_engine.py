@@ -4,14 +4,14 @@ At most `max_num_seqs` responses are decoded at once, in a batch called a wave. 
 prompts are in the first wave.
 
 Responses to the same prompt share a row of the KV cache as long as their tokens are equal. When the next
-tokens differ, the row is copied. In this example, responses 1 and 2 have the prompt `p q`, and response 3 has
-the prompt `r`:
+tokens differ, the row is copied. When a response ends, its row becomes free, and the last row may move there.
+In this example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
 
-    step   sampled tokens      rows of the cache (| separates rows)   row of each response (`where`)
-    0      -                   p q | r                                1: 0   2: 0   3: 1
-    1      1: a  2: a  3: x    p q a | r x                            1: 0   2: 0   3: 1
-    2      1: b  2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
-    3      1: .  2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
+    step   sampled tokens       rows of the cache (| separates rows)   row of each response (`where`)
+    0      -                    p q | r                                1: 0   2: 0   3: 1
+    1      1: a   2: a  3: x    p q a | r x                            1: 0   2: 0   3: 1
+    2      1: b   2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
+    3      1: EOS 2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
 Prompts are padded on the left. So all prompts end in the same column of the cache, and each decoding step
 writes one column. The dots are padding, which `Cache.allowed` masks:
@@ -66,8 +66,8 @@ class Cache:
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values. Their shape is (1, Hkv, T, d) in a prefill of T prompt tokens, and (R,
-        Hkv, 1, d) in a decoding step of R rows."""
+        """Store new keys and values. In a prefill (the forward pass of T prompt tokens), their shape is
+        (1, Hkv, T, d). In a decoding step of R rows, it is (R, Hkv, 1, d)."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -129,8 +129,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache, and
-        writes the keys and values of these tokens to the cache. tokens, positions: (R,)."""
+        """Returns the last hidden states (R, D), of size D, for one new token in each of the R rows of the
+        cache. Writes the keys and values of these tokens to the cache. tokens, positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -143,8 +143,10 @@ class FusedDecoder:
         return rms_norm(self.policy.model.norm, x)
 
     def _attention(self, attention, heads, cos, sin, cache, i):
-        """Returns the output (R, D) of the attention of layer i. heads (R, (H + 2 Hkv) d): query, key and
-        value of each row, concatenated."""
+        """Returns the output (R, D) of the attention of layer i, for R rows of the cache and hidden size D.
+
+        heads (R, (H + 2 Hkv) d): the H query heads of each row, then its Hkv key heads, then its Hkv value
+            heads, concatenated. d: size of a head"""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
@@ -199,8 +201,8 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
     def _wave(self, wave, requests, limits, temperature, key, top_p):
-        """Decodes the requests with the keys `wave` as one batch of responses. Yields each response when it
-        ends. where[j] is the row of the cache that response j uses."""
+        """Decodes the responses to requests[k], for each k of `wave`, as one batch. Yields each response when
+        it ends. where[j] is the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -226,7 +228,7 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            if done or cache.rows < len(where):  # otherwise each response keeps its own row
+            if done or cache.rows < len(where):  # otherwise responses keep their rows
                 # Each distinct pair (row, token) gets one row in the next step.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
@@ -235,9 +237,9 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on the B `prompts` (tuples of tokens). Equal prompts share a row of the cache.
-        Returns the cache with R rows, the row of each prompt (B,), and the hidden state of the last token of
-        each row (R, D)."""
+        """Runs the model on B `prompts` (tuples of tokens). Equal prompts share a row of the cache. Returns
+        the cache with R rows, the row of each prompt (B,), and for each row the last hidden state of its last
+        token (R, D), where D is the hidden size."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -287,8 +289,9 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float,
                  top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns tokens (B,) drawn from the nucleus of logits / temperature, one for each row of logits (B, V),
-    and their log-probs (B,) in nats. Temperature 0 takes the token with the highest logit.
+    """Returns one token for each of B responses: tokens (B,), drawn from the nucleus of logits / temperature
+    (see `nucleus`), and their log-probs (B,) in nats. logits: (B, V), for a vocabulary of V. Temperature 0
+    takes the token with the highest logit.
 
     u (B,): uniform random numbers in [0, 1). The sampled token is the first token whose cumulative
         probability is above u."""
@@ -304,8 +307,8 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns (count,) uniform random numbers in [0, 1). They depend only on the key. With a larger count,
-    the first numbers are the same."""
+    """Returns `count` uniform random numbers in [0, 1). They depend only on the key: with a larger count, the
+    first numbers are the same."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
@@ -314,6 +317,7 @@ def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
     tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    if not all(s.isascii() for s in stop):  # a token may end a character that an earlier token began
+    # A token may have the last bytes of a character that an earlier token began. It is decoded to U+FFFD.
+    if not all(s.isascii() for s in stop):
         tails += ("\N{REPLACEMENT CHARACTER}",)
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

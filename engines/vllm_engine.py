@@ -164,9 +164,9 @@ def _muted():
 
 
 def _repack_tied_head(model):
-    """On a CPU, update vLLM's packed copy of the head's weights. vLLM computes logits with this copy. When it
-    loads new weights, it updates the copy, but not if the head is tied to the embedding. Then it would go on
-    sampling with the old head."""
+    """On a CPU, vLLM computes logits with a packed copy of the head's weights. When it loads new weights, it
+    updates this copy itself, except if the head is tied to the embedding. This function updates it in that
+    case, because vLLM would go on sampling with the old head."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
@@ -174,8 +174,8 @@ def _repack_tied_head(model):
 
 
 def _sampled_logprobs(logprobs, ids):
-    """Returns (L,): log-probs of the sampled tokens ids (L,). logprobs: vLLM's FlatLogprobs, in which the
-    sampled token is the first token of each position."""
+    """Returns (L,): log-probs of the L sampled tokens `ids` of a response. logprobs: vLLM's FlatLogprobs. It
+    may list several tokens for each position; the first one is the sampled token."""
     flat = np.array(logprobs.logprobs, dtype=np.float32)
     starts = np.array(logprobs.start_indices)
     assert (np.array(logprobs.token_ids)[starts] == ids).all()
