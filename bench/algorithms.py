@@ -2,13 +2,11 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three-digit numbers. There a worked solution is much longer than a bare
-answer, so the response length shows whether the model works or guesses. Missing base models are pretrained.
-Finished runs of an earlier call are not repeated.
+PPO and GRPO also train on sums of three-digit numbers. There a response that works out the sum is much longer
+than a guess, so the response length shows which of the two the model does. Missing base models are
+pretrained. Finished runs of an earlier call are not repeated.
 
-The results are held-out accuracy after the last step, the first step at which the mean reward of three steps
-reaches 0.9, and the first and the last response length. They go to bench/results/algorithms.json, .md and
-.png.
+The results, which LEGEND explains, go to bench/results/algorithms.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all othe
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Members of the GRPO family differ only in these fields: recipe -> FIELDS of its preset.
+# Recipe of the GRPO family -> FIELDS of its preset. `configs` takes all other settings from tiny-grpo, and
+# adds some to a few recipes.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
@@ -75,8 +74,10 @@ def result(out: Path) -> dict:
 
 
 LEGEND = """\
-The accuracy is measured on held-out problems after 30 steps. A run reaches reward 0.9 at the first step for
-which the mean reward of this step, the step before and the step after is at least 0.9.
+Each recipe trains the demo's model to add numbers of two digits (`-3-digits`: of three digits). The accuracy
+is the share of held-out sums that are right after 30 steps. The steps to reward 0.9 are the number of the
+first step, counted from 0, for which the mean reward of this step, the step before and the step after is at
+least 0.9.
 
 """
 

@@ -3,20 +3,21 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
 A pair is an answer, a gold answer, and whether they are equal. The pairs have six parts:
-    seen      two thirds of the pairs of bench/equality_pairs.py
+    seen      two thirds of the synthetic pairs of bench/equality_pairs.py, with --draws pairs per template
     unseen    the other third. Nobody looks at it while improving the grader; only --unseen counts it.
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
-    second    204 older pairs of the same file, from before the grader's second revision
-    golds     two thirds of the pairs of bench/equality_golds.txt. They follow the forms of the gold answers
-              of competition data sets, and are from before the grader's third revision.
-    others    the other third of them, unseen
+    second    204 older pairs of the same file, written before the second of three revisions of the grader
+    golds     two thirds of the pairs of bench/equality_golds.txt, written before the third revision. Their
+              gold answers have the forms of those in competition data sets.
+    others    the other third of them. As with `unseen`, nobody looks at it, and only --unseen counts it.
 
-A line of bench/equality_golds.txt is `gold ~ right ~ right ~~ wrong ~ wrong`, a line `# name` a category.
+In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
+answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.
 
-Three graders judge each pair: grading/answers.py (`after`), the same file as of the commit --before
-(`before`), and math-verify. Prints one JSON line per grader and part.
+Three graders judge each pair: the present grading/answers.py (`after`), this file as it was in the commit
+--before (`before`), and math-verify. Prints one JSON line per grader and part.
 
---failures prints each wrong verdict of grading/answers.py, except on the unseen third. --unseen writes
+--failures prints each wrong verdict of grading/answers.py, except on unseen pairs. --unseen writes
 bench/results/equality.md and .json.
 """
 
@@ -41,9 +42,9 @@ from grading.answers import grade
 SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
 
 
-PARTS = {"seen": "**two thirds for work**", "unseen": "**unseen third**",
-         "foreign": "**foreign**", "second": "**second**",
-         "golds": "**golds, two thirds for work**", "others": "**golds, unseen third**"}
+PARTS = {"seen": "**synthetic, two thirds, seen**", "unseen": "**synthetic, one third, unseen**",
+         "foreign": "**foreign: by another author**", "second": "**second: older pairs**",
+         "golds": "**golds, two thirds, seen**", "others": "**golds, one third, unseen**"}
 
 
 class Late(BaseException):
@@ -129,7 +130,8 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table by category or part. A cell is the percent `refused / accepted`."""
+    """Returns a Markdown table with a row for each category and each part. A cell is the percent of right
+    answers refused / of wrong answers accepted."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []
@@ -165,10 +167,11 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = ("Each cell says how many percent of the right answers the grader refused, and how many\n"
-                "percent of the wrong answers it accepted. `before` and `after` are torz's grader before\n"
-                "and after its revision. Rows in bold are sums over categories; the docstring of\n"
-                "`bench/equality.py` explains them. `python -m bench.equality --unseen` wrote this.\n\n")
+        head = ("Each cell has two percentages: right answers that the grader refused / wrong answers\n"
+                "that it accepted. `before` is torz's grader before its third revision, `after` is the\n"
+                "present one. Rows in bold are sums over categories; the docstring of `bench/equality.py`\n"
+                "says where the pairs are from. Nobody looked at unseen pairs while improving the grader.\n"
+                "`python -m bench.equality --unseen` wrote this.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

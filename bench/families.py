@@ -2,8 +2,9 @@
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
-Compares log-probs, gradients, engines and exports of every model of tests/families.py. The models have two
-layers with random weights in fp32, and settings other than the family's defaults.
+Compares log-probs, gradients, engines and exported models, for every model of tests/families.py. The models
+have two layers with random weights in fp32. All their settings change the model's output, so that a setting
+that torz ignores is noticed.
 
 Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
 models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
@@ -34,9 +35,10 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 LEGEND = """\
-Each row is a tiny model with random weights in fp32. Each cell has the largest difference between torz and
-transformers: of log-probs (nats), of gradients (divided by the gradient's norm), and of the outputs of an
-exported model. The columns of the engines compare an engine's log-probs with the trainer's (nats).
+Each row is a tiny model with random weights in fp32. A cell has the largest difference between torz and
+transformers. The gradient's is divided by the gradient's norm, the exported critic's is one of values, and
+all others are of log-probs in nats. The columns of the engines compare an engine's log-probs with the
+trainer's instead.
 
 """
 

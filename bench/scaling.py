@@ -2,9 +2,9 @@
 
     python -m bench.scaling [--base runs/tiny-base-0] [--size tiny] [--rounds 3] [--only ranks lengths]
 
-ranks: seconds of whole steps of tiny-grpo (bench/step.py), with a fixed total work or a fixed work per rank.
-lengths: seconds of the trainer's phases (bench/train.py) over 16,384 tokens. A segment is a prompt with its
-response.
+ranks: seconds of whole steps of tiny-grpo (bench/step.py), with 256 samples in all or 128 samples per rank.
+lengths: seconds of the trainer's phases (bench/train.py) over 16,384 tokens, in packs (the inputs of one
+forward pass) of several lengths. A segment is a prompt with its response.
 
 Prints one JSON line per result, then a table. Both go to bench/results/scaling.json and scaling.md.
 """
@@ -77,13 +77,14 @@ def by_lengths(size: str) -> list[dict]:
 
 
 RANKS = """\
-Steps of `tiny-grpo`. `in all`: all ranks together have 256 samples a step. `a rank`: each rank has 128
-samples a step. `threads` are those of one rank.
+Whole steps of `tiny-grpo`. Fixed work `in all`: a step has 256 samples, which the ranks share. `a rank`: a
+step has 128 samples for each rank. `2 × 1`: two ranks with one thread each. All ranks use the same CPU cores.
 
 """
 LENGTHS = """\
-Microseconds per token, for each phase of the trainer (`bench/train.py`). The columns are pack lengths in
-tokens, lengths of a segment (a prompt with its response) in tokens, or sizes of the vocabulary.
+Microseconds per token, for each phase of `bench/train.py`: log-probs without gradients, an update of the
+policy or the critic, and the policy's output layer alone (`head`). The columns are tokens of a pack (one
+forward pass), tokens of a segment (a prompt with its response), or sizes of the vocabulary.
 
 """
 
@@ -99,7 +100,7 @@ def lengths_table(rows: list[dict], by: str) -> str:
     lines = [(phase, *(f"{r['us_a_token']:.1f}" for r in rows if r["phase"] == phase))
              for phase in dict.fromkeys(r["phase"] for r in rows)]
     memory = [max(r["memory_gib"] for r in rows if r[by] == n) for n in sizes]
-    lines.append(("peak GiB above the memory between phases", *(f"{m:.2f}" for m in memory)))
+    lines.append(("GiB that the largest phase takes", *(f"{m:.2f}" for m in memory)))
     return markdown((f"µs per token, by {by} size", *(f"{n:,}" for n in sizes)), lines)
 
 

@@ -5,13 +5,13 @@
 NULLGPU: see trainer.py, which runs once for each case and each --recompute. --only chooses the cases whose
 names contain one of its words; the other cases keep their rows. Columns of the table
 bench/results/nullgpu-memory.md:
-    layers computed again      number of layers of which the backward pass computes everything again. 0: all
-                               layers keep the results of matrix products; none: nothing is computed again
+    layers computed again      number of layers that the backward pass computes again as a whole. Of the other
+                               layers, it computes all but matrix products and attention. none: nothing
     planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
-    GiB of torch's tensors     peak
-    GiB reserved by torch      peak of what torch took from the driver
-    GiB given by the driver    peak, with CUDA's context
-    FLOP / token / parameter   FLOP of matrix products
+    GiB of torch's tensors     peak of what the tensors take
+    GiB reserved by torch      peak of what torch's allocator took from the driver
+    GiB given by the driver    peak of all that the process took from the driver, also CUDA's context
+    FLOP / token / parameter   FLOP of matrix products of an update, also of those that are computed again
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
 --recompute auto leaves less than 8 % of the device free.
@@ -48,9 +48,11 @@ PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["po
 ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
 LEGEND = """\
-Each row compares the planned peak memory of one rank with the peak that a stub CUDA driver gave. The driver's
-peak includes CUDA's context. 0 layers computed again: the backward pass computes all but matrix products and
-attention again. `none`: it computes nothing again. The last column has the FLOP of matrix products.
+Each row compares the planned peak memory of one rank with the peak of the training code on a stub CUDA
+driver, which counts memory and computes nothing. The driver's count includes CUDA's context. Layers computed
+again: the number of layers that the backward pass computes again as a whole. It computes the other layers
+again without their matrix products and attention, or not at all (`none`). The last column counts only the
+FLOP of matrix products.
 
 """
 
@@ -74,8 +76,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: two samples share a short prompt. Attention makes a copy of the prompt for
-    # each sample, and sharing the prompt saves nearly nothing.
+    # The worst case for memory: two samples share a short prompt. Then attention must copy the prompt for
+    # each sample, but computing the prompt only once saves nearly nothing.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
