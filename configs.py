@@ -119,6 +119,8 @@ Part = Annotated[float, Range(0, 1, above=True)]
 Beta = Annotated[float, Range(0, 0.9999)]  # AdamW does not accept 1
 Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
                     "leave_one_out", "return_whiten"]
+Mismatch = Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask",
+                   "geometric-truncate", "geometric-mask"]
 Tracker = Literal["wandb"]
 LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
@@ -131,6 +133,7 @@ class Config:
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
     model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
     critic_model: str = ""  # the critic's base model, a folder or an id of the Hub; empty: --model
+    ref_model: str = ""  # the KL term's reference, for example a teacher: a folder or an id; empty: --model
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
@@ -201,12 +204,13 @@ class Config:
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)
     freeze_policy_steps: Amount = 0  # number of steps at the start that train only the critic
-    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference model is loaded
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference, or with --ref_model a metric only
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
-    ref_refresh: bool = False  # copy the policy's weights to the reference at the end of each epoch
+    ref_refresh: bool = False  # copy the policy to the reference after each epoch; off with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
-    tis_clip: Positive | None = 2.0  # cap of the importance weight p_trainer / p_engine; None: no correction
+    mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
+    mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # truncate: clamp to them; mask: 0 outside
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how losses are averaged (grpo)
@@ -298,14 +302,22 @@ class Config:
         require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
                 "with --kl_in loss, the gradient of --kl_estimator k1 does not depend on the reference",
                 "--kl_estimator k2 or k3, or --kl_in reward")
-        require(not self.carry or self.tis_clip is not None, f"--carry {self.carry} without --tis_clip: "
-                "nothing corrects for tokens that older weights sampled", "--tis_clip 2")
+        require(not self.carry or self.mismatch != "none", f"--carry {self.carry} with --mismatch none: "
+                "nothing corrects for tokens that older weights sampled", "--mismatch token-truncate")
+        low, high = self.mismatch_bounds
+        require(low <= 1 <= high, f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal "
+                "probabilities in trainer and engine", "LOW up to 1, and HIGH from 1")
+
+    @property
+    def has_ref(self) -> bool:
+        """Whether the run has a reference model. With --kl_coef 0, the reference only gives the metric kl."""
+        return self.kl_coef > 0 or self.ref_model != ""
 
     @property
     def keeps_ref(self) -> bool:
         """Whether checkpoints hold the weights of the reference model. They do if these weights may differ
         from those of --model, because of --ref_refresh or --start_from."""
-        return self.kl_coef > 0 and (self.ref_refresh or self.start_from != "")
+        return self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
 
     @property
     def compares_samples(self) -> bool:
@@ -506,7 +518,7 @@ MAY_CHANGE = set("""
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device dtype shard_ranks network deterministic recompute offload pack_len selfcheck verbose go
-    save_samples save_logps track
+    save_samples save_logps track ref_model
 """.split())
 
 
@@ -656,7 +668,7 @@ def check_paths(cfg: Config) -> None:
     later. In a run on several machines, all files are checked later."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    for path in filter(None, (cfg.model, cfg.critic_model)):
+    for path in filter(None, (cfg.model, cfg.critic_model, cfg.ref_model)):
         if not HUB_ID.fullmatch(path):
             model_folder(path)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
@@ -723,7 +735,9 @@ EFFECTS = (
     ("gamma lam", lambda c: c.algo == "ppo" or c.advantage == "return_whiten",
      "--algo ppo, or --advantage return_whiten"),
     ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
-    ("kl_in kl_estimator ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("kl_in ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
+    ("kl_estimator", lambda c: c.has_ref, "--kl_coef above 0, or --ref_model"),
+    ("mismatch_bounds", lambda c: c.mismatch != "none", "another --mismatch than none"),
     ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),

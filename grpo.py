@@ -10,6 +10,9 @@ Three flags make an algorithm:
     --ratio        the importance ratio and its clipping: `policy_loss`
 To add an algorithm, add a branch to one of these functions.
 
+`mismatch_weight` has the importance weights for the difference between engine and trainer (--mismatch). PPO
+uses these weights, too.
+
 Shapes (ppo.py explains packs, segments and updates):
     P, n     number of prompts, and number of samples (responses) of each prompt. A group is the n samples of
              one prompt.
@@ -86,7 +89,7 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
     if aggregation == "token":
         return mask / tokens
     if aggregation == "response":
-        return mask / (responses * _segment_sum(mask.float(), segment).clamp(min=1))
+        return mask / (responses * _segment_tokens(mask, segment))
     if aggregation == "max_len":
         return mask / (responses * max_len)
     if aggregation == "prompt":
@@ -111,7 +114,7 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":
-        log_ratio = _segment_sum(log_ratio, segment) / _segment_sum(mask.float(), segment).clamp(min=1)
+        log_ratio = _segment_sum(log_ratio, segment) / _segment_tokens(mask, segment)
     rho = torch.exp(log_ratio)
     inside = rho.clamp(1 - clip_low, 1 + clip_high)
     if ratio == "clipped":
@@ -126,6 +129,41 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     if correction is not None:
         loss = loss * correction
     return (torch.where(mask, loss, 0) * weights).sum(), (clipped & mask).sum()
+
+
+@torch.no_grad()
+def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Tensor, kind: str, low: float,
+                    high: float) -> tuple[Tensor, Tensor]:
+    """Returns two tensors (T,), without gradient: the importance weight of each token, which corrects the
+    loss for the difference between trainer and engine (0 outside `mask`); and whether a bound changed it.
+
+    logp (T,): the trainer's log-probs of the tokens, before the step's first update
+    engine_logp (T,): log-probs of the engine that sampled the tokens
+    low, high: bounds of the ratio
+    kind: "none", or RATIO-ACTION. "none" is the ratio of each token without bounds.
+        "token-…"      the ratio p_trainer / p_engine of each token
+        "sequence-…"   for all tokens of a response, the product of their ratios
+        "geometric-…"  for all tokens of a response, the geometric mean of their ratios
+        "…-truncate"   the ratio is clamped to [low, high]
+        "…-mask"       a ratio outside [low, high] becomes 0
+    Raises KeyError for another kind.
+
+    Sources: "token-truncate" is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", where `low` is 0), "token-mask" is IcePop (arXiv 2510.18855), and "sequence-mask"
+    is MIS (Liu et al. 2025, "When Speed Kills Stability"). verl has the geometric mean, too."""
+    level, _, action = kind.partition("-")
+    log_ratio = torch.where(mask, logp - engine_logp, 0)
+    total = _segment_sum(log_ratio, segment)
+    ratio = {"none": log_ratio, "token": log_ratio, "sequence": total,
+             "geometric": total / _segment_tokens(mask, segment)}[level].exp()
+    near = ratio.clamp(low, high)
+    weight = {"": ratio, "truncate": near, "mask": torch.where(near == ratio, ratio, 0)}[action]
+    return torch.where(mask, weight, 0), mask & (weight != ratio)
+
+
+def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:
+    """Returns (T,): for each token, the number of tokens of its segment in `mask`, at least 1."""
+    return _segment_sum(mask.float(), segment).clamp(min=1)
 
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:

@@ -62,10 +62,9 @@ def _term(spec, parts):
     try:
         weight = float(number)
     except ValueError:
-        weight = 0.0
-    require(weight != 0 and math.isfinite(weight),
-            f"the weight {number!r} of reward {spec!r} is not a finite number, or is 0",
-            "NAME=NUMBER, with a number other than 0")
+        weight = math.nan
+    require(math.isfinite(weight), f"the weight {number!r} of reward {spec!r} is not a finite number",
+            "NAME=NUMBER")
     if full in KINDS:
         return Term("accuracy", weight, kind=full)
     dataset, custom = _split_custom(full) if ":" in full else ("", "")

@@ -95,6 +95,8 @@ def terms_of(cfg: Config) -> list[Term]:
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
             "another name for the function or the data set")
+    require(all(t.weight for t in terms) or cfg.ref_model and cfg.kl_coef, "a weight in --reward is 0",
+            "another weight, or a teacher: --ref_model, and --kl_coef above 0")
     return terms
 
 

@@ -21,7 +21,6 @@ Three differences from Open-Reasoner-Zero:
 3. With one policy update per step, the ratio is always 1, so no forward pass computes old log-probs."""
 
 import gc
-import math
 import os
 import signal
 import sys
@@ -88,13 +87,13 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.start import (
     case_of,
-    check_critic,
     check_fit,
     check_gold,
     check_keep_best,
     check_parts,
     check_ranks,
     check_same,
+    check_vocabularies,
     checkpoint_id,
     first_look,
     preflight,
@@ -207,7 +206,7 @@ def train(run: Run) -> bool:
             save_samples(run, step, batch, samples)
         with dist.deterministic(cfg.deterministic):
             learn(run, step, minibatches, meter)
-        if run.ref and cfg.ref_refresh:
+        if cfg.ref_refresh and run.ref and not cfg.ref_model:
             refresh_ref(run, step)
         run.carried = carried
         if end_of_step(run, step, metrics, meter, start):
@@ -224,12 +223,12 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
     # Old log-probs, from before the step's first update, are needed for several updates per step, and for a
     # KL term in the reward. Otherwise they are equal to the current log-probs, which policy_pack_loss uses.
-    if cfg.updates_per_step > 1 or (ref and cfg.kl_in == "reward"):
+    if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         # A forward pass needs no optimizer. With optimizer=None, its state stays on the host (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
-                measure_gap(p.old_logp, p, cfg, meter)
+                meter.add_quantiles("logp_gap", (p.old_logp - p.engine_logp)[p.fresh_tokens].abs())
     if critic:
         with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
@@ -268,7 +267,8 @@ def prepare(cfg: Config) -> Run:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
-    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model))
+    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model),
+                  ref_model=resolve(cfg.ref_model))
     check_ranks(cfg, world.size)
     out, lock = preflight(cfg, world.main)
     try:
@@ -321,7 +321,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
 def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Sets]:
     """Returns the problems of --data, and the evaluation sets of --eval_data. Raises UserError if a file
     can't be read or does not fit the other flags."""
-    check_critic(cfg, tokenizer)
+    check_vocabularies(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say)
     held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
     if cfg.eval_every and not held_out:
@@ -335,7 +335,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Set
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None with GRPO) and ref (None without a KL term), sharded, with fp32
+    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded, with fp32
     weights."""
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
@@ -346,8 +346,9 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
         shard_critic = partial(shard_fn, **case.kept["critic"]._asdict())
         model = load_critic(cfg.critic_model or cfg.model, device, shard_critic, cfg.seed)
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
-    if cfg.kl_coef:
-        ref = Role("ref", load_policy(cfg.model, device, shard_fn).requires_grad_(False), None)
+    if cfg.has_ref:
+        model = load_policy(cfg.ref_model or cfg.model, device, shard_fn).requires_grad_(False)
+        ref = Role("ref", model, None)
     return policy, critic, ref
 
 
@@ -701,60 +702,41 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     old = p.old_logp
     if old is None:
         old = logp.detach()
-        measure_gap(old, p, cfg, meter)
-    correction = mismatch_weight(old, p, cfg)
+        meter.add_quantiles("logp_gap", (old - p.engine_logp)[p.fresh_tokens].abs())
+    segment, n = ppo.segment_ids(p.cu_seqlens, len(p.tokens)), len(p.loss_tokens)
+    weight, cut = grpo.mismatch_weight(old, p.engine_logp, p.mask, segment, cfg.mismatch,
+                                       *cfg.mismatch_bounds)
+    correction = None if cfg.mismatch == "none" else weight
     if cfg.algo == "ppo":
         loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
                                         correction)
     else:
-        segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
                                      cfg.max_response_len, p.prompt_share)
         loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
                                          cfg.clip_low, cfg.clip_high, correction)
-    n = len(p.loss_tokens)
     entropy = entropy.sum()
     meter.add("policy_loss", loss * tokens, n)
     meter.add("clip_share", clipped, n)
     meter.add("entropy", entropy, n)
+    meter.add("mismatch/mean", weight.sum(), n)
+    meter.add("mismatch/mean²", (weight * weight).sum(), n)
+    meter.add("mismatch/cut", cut.sum(), n)
     if p.ref_logp is not None:
         # both log-probs are 0 outside the mask
         kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
-        if cfg.kl_in == "loss":
+        if cfg.kl_coef and cfg.kl_in == "loss":
             loss = loss + cfg.kl_coef * kl / tokens
     if cfg.entropy_coef:
         loss = loss - cfg.entropy_coef * entropy / tokens
     return loss
 
 
-def mismatch_weight(logp: Tensor, p: Pack, cfg: Config) -> Tensor | None:
-    """Returns (T,): the factor of each token's loss that corrects for the difference between engine and
-    trainer. It is the token's probability in the trainer divided by that in the engine, at most --tis_clip;
-    0 outside the mask. Returns None if --tis_clip is None.
-
-    logp (T,): log-probs of the policy before the step's first update."""
-    if cfg.tis_clip is None:
-        return None
-    return torch.where(p.mask, (logp - p.engine_logp).exp().clamp(max=cfg.tis_clip), 0)
-
-
-def measure_gap(logp: Tensor, p: Pack, cfg: Config, meter: Meter) -> None:
-    """Add the metrics logp_gap/… (|trainer log-prob - engine log-prob| of a token, in nats) and tis/… (see
-    `mismatch_weight`).
-
-    logp (T,): log-probs of the policy before the step's first update. logp_gap leaves out tokens that older
-    weights sampled (--carry), because different weights have different log-probs, which is no error."""
-    gap = logp - p.engine_logp
-    weight = gap[p.loss_tokens].exp().clamp(max=cfg.tis_clip or math.inf)
-    meter.add_quantiles("logp_gap", gap[p.fresh_tokens].abs())
-    meter.add("tis/mean", weight.sum(), len(weight))
-    meter.add("tis/mean²", (weight * weight).sum(), len(weight))
-
-
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Must
-    be called before the policy's optimizer step, so that the policy does not learn from wrong samples."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
+    mean is over `fresh_tokens`: tokens that older weights sampled (--carry) differ without an error. Must be
+    called before the policy's optimizer step, so that the policy does not learn from wrong samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -833,8 +815,8 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
         of_returns = variance("returns")
         m["explained_variance"] = 1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
         del m["value_error"]
-    if m.get("tis/mean²"):
-        m["ess"] = m["tis/mean"] ** 2 / m["tis/mean²"]
+    if m.get("mismatch/mean²"):
+        m["ess"] = m["mismatch/mean"] ** 2 / m["mismatch/mean²"]
     seconds = time.perf_counter() - start
     m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}

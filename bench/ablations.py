@@ -114,18 +114,6 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
     torch_engine.TorchEngine.load, torch_engine.sample_token = load, sample_token
 
 
-def sequence_weight(cfg: Config, **gap: float) -> None:
-    """Corrects the engine's mismatch by one importance weight per response: p(trainer) / p(engine), at most
-    --tis_clip. `gap`: arguments of engine_gap."""
-    def weight(logp, p, cfg):
-        segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-        log_ratio = grpo._segment_sum(torch.where(p.mask, logp - p.engine_logp, 0), segment)
-        return torch.where(p.mask, log_ratio.exp().clamp(max=cfg.tis_clip), 0)
-
-    train.mismatch_weight = weight
-    engine_gap(cfg, **gap)
-
-
 def wrong_grades(cfg: Config, share: float) -> None:
     """Replaces each training reward r by 1 - r with probability `share`. Evaluation rewards stay right."""
     right = train.rollout
@@ -151,7 +139,7 @@ def forked(cfg: Config, file: str, name: str, text: str) -> None:
 
 # --vary FILE:NAME replaces one of these functions: NAME -> (module, function).
 HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
-         "token_weights": (grpo, "token_weights"), "mismatch_weight": (train, "mismatch_weight"),
+         "token_weights": (grpo, "token_weights"), "mismatch_weight": (grpo, "mismatch_weight"),
          "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
 
 
@@ -176,9 +164,11 @@ def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
-def gap(stale: int = 0, nats: float = 0.0, patch: Callable = engine_gap, **flags: Any) -> Variant:
-    """Returns GRPO with an engine that differs from the trainer. `flags` can turn on a correction."""
-    return Variant("grpo", {"tis_clip": None} | flags, patch, dict(stale=stale, nats=nats))
+def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
+    """Returns GRPO with an engine that differs from the trainer. `mismatch`, `high`: the correction and its
+    upper bound."""
+    flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
+    return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
 
 DAPO = dict(clip_high=0.28, aggregation="token", resample_rounds=2, overlong_buffer=16)
@@ -205,9 +195,15 @@ CORE = {
     "dapo": Variant("grpo-4", DAPO),
     "resample": Variant("grpo", dict(resample_rounds=2)),
     "stale-4": gap(4),
-    "stale-4-tis-2": gap(4, tis_clip=2.0),
+    "stale-4-tis-2": gap(4, mismatch="token-truncate"),
+    "stale-4-sequence": gap(4, mismatch="sequence-truncate"),
+    "stale-4-mask": gap(4, mismatch="token-mask"),
+    "stale-4-sequence-mask": gap(4, mismatch="sequence-mask"),
     "noise-0.3": gap(nats=0.3),
-    "noise-0.3-tis-2": gap(nats=0.3, tis_clip=2.0),
+    "noise-0.3-tis-2": gap(nats=0.3, mismatch="token-truncate"),
+    "noise-0.3-sequence": gap(nats=0.3, mismatch="sequence-truncate"),
+    "noise-0.3-mask": gap(nats=0.3, mismatch="token-mask"),
+    "noise-0.3-sequence-mask": gap(nats=0.3, mismatch="sequence-mask"),
     "wrong-grades-0.1": Variant("grpo", {}, wrong_grades, dict(share=0.1)),
 }
 
@@ -233,11 +229,12 @@ def matrix() -> dict[str, Variant]:
         for x in (0.2, 0.28):
             found[f"passes-{passes}-clip-{x}"] = Variant("grpo", dict(passes_per_step=passes, clip_high=x))
     found |= {f"temperature-{x}": Variant("grpo", dict(temperature=x)) for x in (0.6, 0.8, 1.2)}
-    sequence = dict(patch=sequence_weight, tis_clip=2.0)
-    corrections = {"": {}, "-tis-2": dict(tis_clip=2.0), "-tis-5": dict(tis_clip=5.0), "-sequence": sequence}
-    for ending, flags in corrections.items():
-        found |= {f"noise-{x}{ending}": gap(nats=x, **flags) for x in (0.01, 0.03, 0.1, 0.3)}
-        found |= {f"stale-{k}{ending}": gap(k, **flags) for k in (1, 2, 4, 8)}
+    corrections = {"": ("none",), "-tis-2": ("token-truncate",), "-tis-5": ("token-truncate", 5.0),
+                   "-sequence": ("sequence-truncate",), "-mask": ("token-mask",),
+                   "-sequence-mask": ("sequence-mask",)}
+    for ending, correction in corrections.items():
+        found |= {f"noise-{x}{ending}": gap(0, x, *correction) for x in (0.01, 0.03, 0.1, 0.3)}
+        found |= {f"stale-{k}{ending}": gap(k, 0.0, *correction) for k in (1, 2, 4, 8)}
     for x in (0.01, 0.05, 0.2):
         found[f"wrong-grades-{x}"] = Variant("grpo", {}, wrong_grades, dict(share=x))
     return found | {"mask-truncated": Variant("grpo", dict(mask_truncated=True)),
@@ -476,6 +473,9 @@ CLAIMS = (
     Claim("truncated weights repair stale weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
     Claim("noise of 0.3 on the engine's logits hurts", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
     Claim("truncated weights repair such noise", "TIS, Yao et al. 2025", "noise-0.3-tis-2", "noise-0.3", 1),
+    Claim("masked weights repair such noise", "IcePop 2510.18855", "noise-0.3-mask", "noise-0.3", 1),
+    Claim("responses' masked weights repair stale weights", "MIS, Liu et al. 2025", "stale-4-sequence-mask",
+          "stale-4", 1),
     Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
     *(Claim("a wrong estimator falls behind", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),

@@ -147,12 +147,16 @@ def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt
     A resumed run takes the weights of policy and critic from the checkpoint, so the files of their weights
     may change. If the checkpoint does not contain the reference, the files of its weights must be the
     same."""
+    ref = cfg.ref_model or cfg.model
     facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
              | ckpt.model_facts(cfg.model, tokenizer))
     if cfg.algo == "ppo":
         facts |= ckpt.model_facts(cfg.critic_model or cfg.model, None, "critic")
-    if cfg.kl_coef and not cfg.keeps_ref:
-        facts["ref's weights"] = [*map(ckpt.crc32, sorted(Path(cfg.model).glob("*.safetensors")))]
+    if cfg.keeps_ref:
+        facts["ref's weights"] = "in the checkpoint"
+    elif cfg.has_ref:
+        facts |= ckpt.model_facts(ref, None, "ref")
+        facts["ref's weights"] = [*map(ckpt.crc32, sorted(Path(ref).glob("*.safetensors")))]
     return facts
 
 
@@ -160,7 +164,8 @@ def read_files(cfg: Config, held_out: Sets) -> dict[str, str]:
     """Returns facts that must be the same on all ranks, but may change when a run resumes: hashes of the
     evaluation sets and of the model folders."""
     return ({f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
-            | {path: folder_fingerprint(path) for path in (cfg.model, cfg.critic_model) if path})
+            | {path: folder_fingerprint(path)
+               for path in (cfg.model, cfg.critic_model, cfg.ref_model) if path})
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
@@ -209,23 +214,23 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns the shapes of the policy and of the model that the critic starts from. Raises UserError if a
-    model can't be read or its family is unknown."""
+    """Returns the shapes of the policy, of the model that the critic starts from, and of the reference.
+    Raises UserError if a model can't be read or its family is unknown."""
     return [plan.shape_of(load_config(path).to_dict(), path)
-            for path in (cfg.model, cfg.critic_model or cfg.model)]
+            for path in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model)]
 
 
-def check_critic(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError if --critic_model and --model have different vocabularies."""
-    path = cfg.critic_model
-    if cfg.algo != "ppo" or not path:
-        return
+def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
+    """Raises UserError if --critic_model or --ref_model has another vocabulary than --model: they read the
+    policy's token ids."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
-    theirs = load_tokenizer(path).get_vocab() if any(Path(path).glob("tokenizer*")) else ours
-    require(ours.items() <= theirs.items() and max(ours.values()) < load_config(path).vocab_size,
-            f"--critic_model {path} has another vocabulary than --model {cfg.model}",
-            "a --critic_model with the policy's tokenizer")
+    for flag in ("critic_model", "ref_model"):
+        if path := getattr(cfg, flag):
+            theirs = load_tokenizer(path).get_vocab() if any(Path(path).glob("tokenizer*")) else ours
+            require(ours.items() <= theirs.items() and max(ours.values()) < load_config(path).vocab_size,
+                    f"--{flag} {path} has another vocabulary than --model {cfg.model}",
+                    f"a --{flag} with the policy's tokenizer")
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
@@ -373,7 +378,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             "a larger --max_response_len, a --template or --stop that lets responses end, or --go to train "
             "anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
-    scored = any(dist.gather(any(s.reward for s in samples)))
+    scored = any(dist.gather(any(s.reward for s in samples))) or not any(t.weight for t in terms_of(cfg))
     first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "
                           "that asks for the format of --extractor",

@@ -535,8 +535,11 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         found, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, model=str(link if words else folder)))
         assert words in found if words else found["start"] == 1, (name, found)
     assert "code: " not in capfd.readouterr().out
-    found, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, critic_model=f"{tmp_path}/a setting"))
-    assert "critic's rms_norm_eps: 1e-06 -> 0.1);" in found
+    for flag, name, words in (("critic_model", "a setting", "(critic's rms_norm_eps: 1e-06 -> 0.1)"),
+                              ("ref_model", "one weight", "(ref's weights: [")):
+        other = dataclasses.replace(cfg, model=base.model, **{flag: f"{tmp_path}/{name}"})
+        found, = run_ranks(1, ranks.prepared, other)
+        assert words in found
     monkeypatch.setitem(ckpt.VERSIONS, "code", "edited")
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(
         base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight"))

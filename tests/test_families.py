@@ -20,7 +20,7 @@ import model
 import rollout
 from configs import PRESETS, UserError
 from engines.torch_engine import TorchEngine
-from guard.start import check_critic
+from guard.start import check_vocabularies
 from tools import plan
 
 NEAR = 1e-5  # largest difference of log-probs (nats) and of gradients (relative to their norm)
@@ -235,15 +235,16 @@ def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, b
     assert model.load_config(str(run / "export" / "policy")).model_type == "granite"
 
 
-def test_a_critic_with_another_tokenizer_is_refused(folder_of, tmp_path):
+@pytest.mark.parametrize("flag", ["critic_model", "ref_model"])
+def test_a_critic_or_a_teacher_with_another_tokenizer_is_refused(folder_of, tmp_path, flag):
     path = changed_folder(folder_of("llama"), tmp_path / "model")
     file = Path(path, "tokenizer.json")
     file.write_text(file.read_text().replace('"<think>"', '"<other>"'))
     tokenizer = model.load_tokenizer(folder_of("qwen2"))
-    cfg = families.replace(PRESETS["tiny-ppo"], model=folder_of("qwen2"), critic_model=path)
-    with pytest.raises(UserError, match="has another vocabulary than"):
-        check_critic(cfg, tokenizer)
-    check_critic(families.replace(cfg, critic_model=folder_of("granite")), tokenizer)
+    cfg = families.replace(PRESETS["tiny-ppo"], model=folder_of("qwen2"), **{flag: path})
+    with pytest.raises(UserError, match=f"--{flag} .* has another vocabulary than"):
+        check_vocabularies(cfg, tokenizer)
+    check_vocabularies(families.replace(cfg, **{flag: folder_of("granite")}), tokenizer)
 
 
 # --- the Hub

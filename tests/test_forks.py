@@ -218,7 +218,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
     p = replace(p, old_logp=torch.where(p.mask, logp + 0.5 * noise, 0))
     tokens, segment, out = int(p.mask.sum()), ppo.segment_ids(p.cu_seqlens, len(p.mask)), {}
     for kind in kinds:
-        cfg = configured(model, "--ratio", kind, "--tis_clip", "None")
+        cfg = configured(model, "--ratio", kind, "--mismatch", "none")
         policy.zero_grad()
         loss = train.policy_pack_loss(policy, p, tokens, p.responses, cfg, Meter())
         loss.backward()

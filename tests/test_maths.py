@@ -224,14 +224,32 @@ def test_grpo_family(name):
         compare(f"grpo.policy_loss {name}", ours, naive, logp, 1e-7)
 
 
-def test_unknown_names_are_refused():
-    x, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
-    segment = torch.zeros(2).long()
-    with pytest.raises(ValueError, match="k4"):
-        ppo.kl(x, x, "k4")
-    with pytest.raises(ValueError, match="group_meen"):
-        grpo.group_advantages(x[None], "group_meen")
-    with pytest.raises(ValueError, match="tokens"):
-        grpo.token_weights(mask, segment, "tokens", 2, 1, 2)
-    with pytest.raises(ValueError, match="tokens"):
-        grpo.policy_loss(x, x, x, mask, segment, x, "tokens")
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_mismatch_weights(level):
+    """The ratio of a token, or one ratio for all tokens of a response, with the bounds 0.5 and 2."""
+    for seed in range(CASES):
+        mask, cu, g = ragged(seed)
+        logp, engine, segment = normal(g, len(mask)), normal(g, len(mask)), ppo.segment_ids(cu, len(mask))
+        want = []
+        for new, old in sequences(mask, cu, logp, engine):
+            ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+            power = {"token": 0, "sequence": 1, "geometric": 1 / len(ratios)}[level]
+            want += [math.prod(ratios) ** power for _ in ratios] if power else ratios
+        wants = {"truncate": [min(max(x, 0.5), 2) for x in want], "mask": [x * (0.5 <= x <= 2) for x in want]}
+        for action, values in wants.items():
+            weight, cut = grpo.mismatch_weight(logp.requires_grad_(), engine, mask, segment,
+                                               f"{level}-{action}", 0.5, 2)
+            close(f"mismatch {level}-{action}", weight[mask], torch.tensor(values, dtype=torch.float64))
+            assert not weight.requires_grad and not weight[~mask].any() and not cut[~mask].any()
+            assert cut[mask].tolist() == [not 0.5 <= x <= 2 for x in want]
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, mask, segment: ppo.kl(x, x, "wrong"),
+    lambda x, mask, segment: grpo.group_advantages(x[None], "wrong"),
+    lambda x, mask, segment: grpo.token_weights(mask, segment, "wrong", 2, 1, 2),
+    lambda x, mask, segment: grpo.policy_loss(x, x, x, mask, segment, x, "wrong"),
+    lambda x, mask, segment: grpo.mismatch_weight(x, x, mask, segment, "token-wrong", 0, 2)])
+def test_unknown_names_are_refused(call):
+    with pytest.raises((ValueError, KeyError), match="wrong"):
+        call(torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2).long())

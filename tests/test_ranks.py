@@ -24,7 +24,7 @@ from log import read_metrics
 
 def config(tiny, **changes):
     base = dict(model=tiny, device="cpu", dtype="float32", pack_len=64, max_prompt_len=16,
-                max_response_len=32, prompts_per_step=6, samples_per_prompt=4, critic_updates=2, tis_clip=2.0)
+                max_response_len=32, prompts_per_step=6, samples_per_prompt=4, critic_updates=2)
     return dataclasses.replace(PRESETS["tiny-ppo"], **base | changes)
 
 

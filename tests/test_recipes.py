@@ -43,9 +43,10 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0, max_prompt_len=2048, max_response_len=8000,
     model_len=8192, pack_len=16384, temperature=1.0, stop=("User:", "Human:", "Assistant:", "</answer>"),
     gamma=1.0, lam=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2, kl_coef=0.0, kl_estimator="k3",
-    entropy_coef=0.0, epochs=20, save_every=50, eval_every=10, engine_share=0.7, tp=1, tis_clip=2.0,
-    ref_refresh=True, resample_rounds=0, overlong_buffer=0, mask_truncated=False, passes_per_step=1,
+    entropy_coef=0.0, epochs=20, save_every=50, eval_every=10, engine_share=0.7, tp=1, mask_truncated=False,
+    ref_refresh=True, resample_rounds=0, overlong_buffer=0, mismatch="token-truncate", passes_per_step=1,
     nonstop_penalty=0.0, drop_uniform=False, extractor=("orz",), reward=("math",), system_prompt="",
+    mismatch_bounds=(0.0, 2.0),
     adam_eps=1e-8, eval_top_p=1.0)  # the defaults of torch's AdamW and of vLLM
 # The same file with use_grpo. The aggregation and the ratio are those of its loss.
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",

@@ -7,6 +7,10 @@ import torch
 from conftest import maths, run, run_ranks
 from ranks import main
 from safetensors.torch import load_file
+from taught import taught
+
+from configs import PRESETS
+from tools import tiny
 
 
 def test_two_equal_runs_have_equal_bits(base, two_ranks, tmp_path):
@@ -27,6 +31,32 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
         assert abs(a["reward"] - b["reward"]) < 0.02
     assert others[0]["value_loss"] == pytest.approx(rows[0]["value_loss"], rel=1e-4)
     assert others[0]["grad_norm/policy"] == pytest.approx(rows[0]["grad_norm/policy"], rel=1e-4)
+
+
+def test_a_teacher_of_weight_0_changes_nothing(base, two_ranks, untied, tmp_path):
+    """With --kl_coef 0, a --ref_model adds its metrics and changes no bit of the run."""
+    rows, policy = run(dataclasses.replace(base, ref_model=untied, ref_refresh=True), tmp_path / "t", ranks=2)
+    assert all(row.pop("kl") > 0 for row in rows[:-1])
+    assert maths(rows) == maths(two_ranks[1])
+    assert all(torch.equal(policy[k], two_ranks[2][k]) for k in policy)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(algo="grpo", critic_updates=1, kl_estimator="k2"),
+    dict(kl_in="reward", kl_estimator="k1")], ids=["KL in the loss", "KL in the reward"])
+def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
+    """The base model guesses half of the time, the teacher never."""
+    careful = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
+    model, teacher = (taught(task, tmp_path / name, count=4, batches=80, batch=16)
+                      for name, task in (("base", tiny.SUMS), ("teacher", careful)))
+    cfg = dataclasses.replace(
+        PRESETS["tiny-ppo"], **changes, model=model, ref_model=teacher, reward=("math=0",), kl_coef=1.0,
+        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_samples=(64,), steps=10,
+        eval_every=10, save_every=0, prompts_per_step=8)
+    rows, _ = run(cfg, tmp_path / "run")
+    assert all(row["score"] == 0 < row["reward"] for row in rows if "score" in row)
+    first, last = (row["eval/heldout/avg@64"] for row in rows if "eval/heldout/avg@64" in row)
+    assert first < 0.6 and last > 0.9
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):

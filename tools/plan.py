@@ -164,7 +164,9 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    shapes: list[Shape]  # 1. shape of the policy; 2. shape of the model that a critic starts from
+    # 1. shape of the policy; 2. of the model that a critic starts from; 3. of the reference, if it is another
+    # than the policy's
+    shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0 if unknown
@@ -173,7 +175,7 @@ class Case:
     def __post_init__(self) -> None:
         """Set the numbers that follow from the fields."""
         cfg, on_gpu = self.cfg, self.gpu is not None
-        self.policy, critic = self.shapes
+        self.policy, critic, self.ref = [*self.shapes, self.shapes[0]][:3]
         # models: name -> shape, for each trained model. params: name -> number of parameters.
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
@@ -195,10 +197,9 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
         # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
-        # state: bytes that one rank keeps between updates: `checkpoint` and, if there is a KL term, the fp32
-        # shards of the reference model.
+        # state: bytes that one rank keeps between updates: `checkpoint` and the fp32 shards of the reference.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
-        self.state = self.checkpoint + (4 * self.params["policy"] / self.shards if cfg.kl_coef else 0)
+        self.state = self.checkpoint + (4 * self.ref.policy_params / self.shards if cfg.has_ref else 0)
         # Number of responses that one engine samples in a step, including the extra prompts of --carry.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
@@ -379,8 +380,8 @@ def _asleep(case):
 def memory(case: Case) -> list[tuple[str, Usage]]:
     """Returns the instants of a step that may need the most memory, in order of time. Each instant is a pair:
 
-    1. the phase: "sync" (the engine gets the policy's weights), "rollout", or the name of the model that is
-       updated;
+    1. the phase: "sync" (the engine gets the policy's weights), "rollout", "ref" (only with --ref_model), or
+       the name of the model that is updated;
     2. its Usage (item -> bytes), with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time. The gathered weights need a buffer of the same size.
@@ -392,6 +393,13 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
+    if case.cfg.ref_model:  # a reference with the policy's shape needs less than the policy's update
+        shape, T = case.ref, case.cfg.pack_len
+        _, working = _per_token(case, shape, shape.layers)  # activations of one layer
+        usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
+                 "gathered weights": case.number * (shape.policy_params - (shape.layers - 1) * shape.layer),
+                 "logits": CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * shape.vocab * T)}
+        instants.append(("ref", _with_total(case, usage | _asleep(case))))
     for name in case.models:
         instants += [(name, usage) for usage in _update_instants(case, name, case.kept[name])]
     return instants
@@ -562,8 +570,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.kl_coef:
-        parts["ref"] = forward["policy"]
+    if cfg.has_ref:  # scaled by the number of parameters
+        parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
     if "critic" in forward:
@@ -694,7 +702,8 @@ def _columns(columns):
 
 
 def as_text(plan: Plan) -> list[str]:
-    """Returns the plan as lines of at most 80 characters. Each line has a name and its values."""
+    """Returns the plan as lines of at most 80 characters (94 with a critic and --ref_model). Each line has a
+    name and its values."""
     lines = []
     for section, rows in plan.items():
         first = next(iter(rows.values()))
@@ -729,7 +738,7 @@ def main() -> None:
     prompts, world = 0, cfg.ranks or 1
     with suppress(UserError):  # a plan can be made without the data: `prompts` is then 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
-    shapes = [read_shape(cfg.model), read_shape(cfg.critic_model or cfg.model)]
+    shapes = [read_shape(path or cfg.model) for path in (cfg.model, cfg.critic_model, cfg.ref_model)]
     gpu, host = (None, host_memory()) if cfg.device == "cpu" else (GPUS[cfg.gpu], 0.0)
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
