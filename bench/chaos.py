@@ -5,9 +5,9 @@
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
 A run is `tiny-ppo`: 8 steps on 2 ranks per node under torchrun --max-restarts 3, with a save after every
-second step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
-program types the command again, as a user would. Two nodes are two network namespaces; without root, both
-nodes use the loopback network.
+second step. One fault strikes each run, in one phase (a part of the run that dist.phase names). If the run
+ends before its last step, this program runs the command again, as a user would. Two nodes are two network
+namespaces; without root, both nodes use the loopback network.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
@@ -329,8 +329,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint. Without the file COMPLETE, the next command must ignore the checkpoint.
-    With half of the largest file, the next command must refuse the checkpoint."""
+    """Damages the newest checkpoint. Either removes its file COMPLETE, and then the next command must ignore
+    the checkpoint. Or cuts its largest file in half, and then the next command must refuse the checkpoint."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -373,7 +373,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Dates all files to 1970 or 2100, as a wrong clock does. In half of the cases also kills the run."""
+    """Dates all files to 1970 or 2100, as a wrong clock does. In half of the cases, also kills the run."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -430,7 +430,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # these faults need a small file system for the run's folder
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end, and the others' collectives fail
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end; then the other ranks print errors
 
 
 # --- the checks of a run
@@ -449,8 +449,8 @@ def newest(out: Path) -> int:
 
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """Returns what no fault may change: the metrics without times and memory, and the bytes of the exported
-    weights. Raises ValueError if a metric is not finite, and OSError if a file is missing."""
+    """Returns what must be the same in every run, in spite of faults: the metrics without times and memory,
+    and the exported weights. Raises ValueError if a metric is not finite, OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
 
     def refuse(constant):
@@ -540,7 +540,7 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run and restarts it until it is complete. Returns None without a strike."""
+    """Strikes a run and restarts it until it is complete. Returns None if the fault could not strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -567,7 +567,7 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns when the fault can strike: phase -> list of (number of the visit, length of the visit in s)."""
+    """Returns when the fault can strike: phase -> (number of the visit, its length in s) for each visit."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}

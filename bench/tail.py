@@ -2,16 +2,17 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-The simulator knows the cost of a decoding step, by batch size and context, at the speeds of an H100 in
-tools/plan.py. Response lengths are random. The rules:
+The simulator computes the seconds of each decoding step from its batch size and context, at the speeds of an
+H100 in tools/plan.py. Response lengths are random. With --round_len N, a rollout has rounds. In a round, each
+response grows by up to N tokens; then responses move, so that the engines have equally many. The rules:
     whole       each response is sampled to its end by one engine
     one round   --round_len at the length limit: like `whole`, plus the time for the messages of a round
-    rounds      --round_len: after each round, unfinished responses move to balance the engines
-    carry X     --round_len and --carry: the next step continues unfinished responses with new weights
+    rounds      --round_len at a sixteenth of the length limit
+    carry X     also --carry X: the next step continues unfinished responses with new weights
     ideal       a lower bound that no rule reaches: all engines always decode a full batch
 
-Prints for each rule the seconds of a rollout, and `idle`: the fraction of the engines' time in which they
-wait for other engines. --out writes one JSON line per rule.
+Prints for each rule the seconds of a rollout and what Simulation.step returns. --out writes one JSON line per
+rule.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Cost:
     """Seconds of an engine's operations. The last three fields are about the CPU cores that run the
     engines."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, from (responses, cached tokens)
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, for (responses, cached tokens)
     prefill: float  # a cached token that is computed again, after new weights or a move
-    response: float = 0.0  # a response in a round, without its tokens
-    round: float = 0.0  # a round, without its responses and tokens
+    response: float = 0.0  # added for each response of a round
+    round: float = 0.0  # added for each round
     exchange: float = 0.0  # a message to all engines: one per round, and with --round_len two more per step
     cores: int = sys.maxsize  # engine i runs on core i % cores
     beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
@@ -59,8 +60,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds in which one engine adds tokens[i] tokens to the context[i] tokens of each
-    trajectory i. At most `slots` trajectories (the engine's largest batch) run at once."""
+    """Returns the seconds in which one engine samples tokens[i] tokens for each response i, which has
+    context[i] tokens before. At most `slots` responses (the engine's largest batch) run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -88,23 +89,23 @@ def together(seconds: Sequence[float], cost: Cost) -> float:
 
 
 class Simulation:
-    """Simulates the rollouts of consecutive steps. `prompt` is the prompt's length in tokens. lengths(count)
-    draws the response lengths of one prompt."""
+    """Simulates the rollouts of consecutive steps. `prompt`: tokens of each prompt. lengths(count) draws the
+    lengths of the `count` responses to one prompt."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
         self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
-        # A key is (number of the prompt, number of the sample). A segment is (version, tokens): the step
-        # whose weights sampled these tokens, and their number.
+        # A key, (number of the prompt, number of the sample), names a response. A segment is a part of a
+        # response that one step sampled: (the step, whose weights were used, and the number of tokens).
         self.going = {}  # unfinished: key -> [tokens left, tokens so far, segments]
         self.ended = {}  # finished, and not used by a step yet: key -> segments
         self.next = 0
 
     def step(self, step: int) -> dict[str, float]:
         """Simulates one step's rollout. `staleness` and `oldest` are the mean and largest age, in steps, of
-        the weights that sampled the tokens. `idle` is a fraction of the engines' time."""
+        the weights that sampled the tokens. `idle`: fraction of the time in which engines wait for others."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # new weights make the cache of carried trajectories invalid
+        moved = set(self.going)  # new weights make the cache of unfinished responses invalid
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -139,8 +140,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates one round of one engine and returns the seconds. `moved`: keys whose cache must be
-        computed again."""
+        """Simulates one round of one engine, for the responses `keys`. Returns the seconds. `moved`: keys of
+        the responses of all engines whose cache must be computed again."""
         if not keys:
             return 0.0
         reread = 0
@@ -171,8 +172,8 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws the log-normal lengths of the responses to one prompt. `mean` is the mean
-    after the cut at `cap`. `alike` is the correlation of the lengths' logarithms."""
+    """Returns a function that draws log-normal lengths of the responses to one prompt, cut at `cap`. `mean`:
+    their mean after the cut. sigma, alike: standard deviation and correlation of the lengths' logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # until the mean of the cut lengths is `mean`
@@ -190,7 +191,7 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     """Returns the preset and the cost of an engine on H100s. A decoding step reads weights and cache while it
-    computes, so the step takes the longer of the two times."""
+    computes, so it takes as long as the slower of reading and computing."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops

@@ -7,10 +7,10 @@ algorithm runs twice, in two processes: the first makes two steps, saves and exp
 makes two more steps. All sampled tokens and all losses are 0. With 24 layers PPO takes 27 GiB of host memory,
 and GRPO 13 GiB.
 
-Prints one JSON line per phase of the loop. A row "before NAME" covers the time from the last phase to NAME.
-    held_gib       memory that the driver has given when the phase ends
-    expected_gib   what held_gib should be: the process's own memory and a sleeping engine, and nothing of the
-                   trainer. While the engine is awake: the engine's part of the device (--engine_share).
+Prints one JSON line per phase of the loop. A line "before NAME" covers the time from the last phase to NAME.
+    held_gib       device memory that is in use when the phase ends
+    expected_gib   what held_gib should be. While the engine sleeps: the process's own memory and the sleeping
+                   engine. While it is awake: the engine's part of the device (--engine_share).
     peak_gib       the most memory that the driver gave in the phase
     plan_gib       the largest total of tools/plan.py for the phase; 0 if the plan does not have this phase
     h2d, d2h       number of copies from host to device and back; with _gib, their size
@@ -98,7 +98,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Makes vLLM count one sampled token per decoding step. The stub counts 0, so no response would end."""
+    """Makes vLLM count one sampled token per decoding step. With the stub's count, 0, no response ends."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -112,8 +112,8 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Patches Pack.to: keeps the pack's tensors that decide sizes in `known` (trainer.HOST), because the stub
-    has only zeros."""
+    """Patches Pack.to: `known` (trainer.HOST) keeps the pack's mask and segment ends, which decide the sizes
+    of other tensors. On the stub they would be zeros."""
     import data
 
     to = data.Pack.to
@@ -137,8 +137,8 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Gives train.py made-up values where it reads results from the device, because the stub device has no
-    results. Also replaces NCCL."""
+    """Gives train.py made-up values where it reads results from the device, because the stub computes none.
+    Also replaces NCCL."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 

@@ -17,10 +17,10 @@ Prints one JSON line per phase of this rank. The phases:
     critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
-    peak_gib, reserved_gib, stays_gib, driver_gib, pinned_gib
-                     memory: torch's peak, torch's reserved memory, torch's memory at the phase's end, memory
-                     given by the driver, pinned host memory
-    other *_gib      data that were copied or sent
+    peak_gib         peak of torch's tensors; stays_gib: what they take when the phase ends
+    reserved_gib     peak of what torch's allocator took from the driver
+    driver_peak_gib  peak of all that the process took from the driver
+    other *_gib      data that were copied or sent, and host memory that was pinned
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
@@ -70,8 +70,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu. The stub has only zeros, but segment lengths and masks decide
-    the sizes of other tensors. So these tensors are read from HOST."""
+    """Patches Tensor.nonzero and Tensor.cpu. What they bring from the stub is zeros, but segment lengths and
+    masks decide the sizes of other tensors. So these tensors are read from HOST."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -127,7 +127,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # `allocate` would read values
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # PackModel.allocate would read the stub
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
