@@ -14,7 +14,7 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs have s
 In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
 answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.
 
-Three graders judge each pair: the present grading/answers.py (`after`), this file as it was in the commit
+Three graders judge each pair: the present grading/answers.py (`after`), grading/answers.py as of the commit
 --before (`before`), and math-verify. Prints one JSON line per grader and part.
 
 --failures prints each wrong verdict of grading/answers.py, except on unseen pairs. --unseen writes

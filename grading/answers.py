@@ -22,7 +22,7 @@ What counts as equal:
   the gold answer is a plain number, an unfinished calculation (`3+4`, `84/2`, `2^{10}`) is wrong. Otherwise a
   policy could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
 - No text is read in part: `3@\frac{1}{2}`, which math-verify can't read as a whole, is not taken for
-  `\frac{1}{2}`. As an answer it is wrong. Comparing a number with it as the gold answer raises ValueError.
+  `\frac{1}{2}`. As an answer it is wrong. As a gold answer it can raise ValueError.
 - Two numbers must be equal, but a decimal may be a rounding of the other number. Then they may differ by at
   most one part in a million, and by less than one unit of the decimal's last place: `0.3333333` equals
   `1/3`, `0.33` does not. Two decimals with the same number of decimal places must be equal.
@@ -55,11 +55,12 @@ KINDS = ("math", "choice", "exact")
 
 # --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
-# BRACE matches the braces that `_boxes` counts. It also matches \\, \{ and \}, without a group, so that
-# `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
+# Other spellings of ASCII characters, and characters that are removed.
 PLAIN = str.maketrans({
     "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
     **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
+# BRACE matches the braces that `_boxes` counts. It also matches \\, \{ and \}, without a group, so that
+# `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 BETWEEN_BOXES = re.compile(
@@ -651,7 +652,7 @@ def _number(text):
 #     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
 #     + - * / and other powers       if the gold answer is no plain value: 2x+6 equals 2(x+3), but 2^{10} does
 #                                    not equal 1024
-#     an operation of OPERATIONS     if the gold answer has an operation of the same line of the list:
+#     an operation of OPERATIONS     if the gold answer has an operation of the same line of OPERATIONS:
 #                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
 #                                    \frac{\sqrt3}{2}
 #

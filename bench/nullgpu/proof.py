@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Takes the place of Python in bench/gpu_proof.sh, to test this script without a GPU.
+"""Takes the place of Python in bench/gpu_proof.sh, to test that script without a GPU.
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
@@ -16,7 +16,7 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # as on a GPU, where only train.py sets it
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # unset, as on a GPU: only train.py sets it
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
 if words[0] != "-u":  # -c, or torchrun, which starts `PYTHON_EXEC -u train.py …`
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
@@ -35,7 +35,7 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
-Meter.__init__ = lambda meter, device: new(meter)  # counts on the host
+Meter.__init__ = lambda meter, device: new(meter)  # the meter sums on the host
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
