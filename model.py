@@ -168,7 +168,7 @@ class Segments:
                  inverse: Tensor | None = None) -> None:
         """The arguments are fields of a Pack of T tokens, U of which are computed.
 
-        cu_seqlens (N+1,): where segments start and end. longest: number of tokens of the longest segment.
+        cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
         unique (U,): the pack's token that each computed token stands for. None: all tokens are computed.
         inverse (T,): for each token of the pack, its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
@@ -210,8 +210,9 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
     """Returns the attention output (1, U, H, d) of the pack's U computed tokens. A token attends to itself
-    and to earlier tokens of its segment. query: (1, H, U, d); key, value: (1, Hkv, U, d). transformers calls
-    this function in every layer.
+    and to earlier tokens of its segment. transformers calls this function in every layer.
+
+    query: (1, H, U, d), for H heads of size d. key, value: (1, Hkv, U, d), for Hkv heads.
 
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache, which stores the keys and values. None in training.
@@ -339,8 +340,8 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns the fp32 logits (c, V) of c hidden states (c, D) and the head's weight (V, D), for a vocabulary
-    of V. The sums are in fp32 for inputs of any dtype."""
+    """Returns the fp32 logits (c, V) of c hidden states (c, D) of size D and the head's weight (V, D), for a
+    vocabulary of V. The sums are in fp32 for inputs of any dtype."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
@@ -362,7 +363,8 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the fp32 logits (n, V) of n hidden states (n, D), for the PyTorch engine."""
+        """Returns the fp32 logits (n, vocabulary) of n hidden states (n, hidden size), for the PyTorch
+        engine."""
         logits = logits_fp32(hidden, self.weight)
         return logits if self.scale == 1 else logits.mul_(self.scale)
 

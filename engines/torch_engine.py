@@ -66,8 +66,8 @@ class Cache:
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values. In a prefill (the forward pass of T prompt tokens), their shape is
-        (1, Hkv, T, d). In a decoding step of R rows, it is (R, Hkv, 1, d)."""
+        """Store the new keys and values of Hkv heads of size d. In a prefill (the forward pass of T prompt
+        tokens), their shape is (1, Hkv, T, d). In a decoding step of R rows, it is (R, Hkv, 1, d)."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -277,8 +277,9 @@ class TorchEngine(Engine):
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Returns the logits (B, V) with -inf for all tokens outside the nucleus (arXiv 1904.09751): the fewest
-    tokens whose probabilities sum to `top_p` or more. softmax(logits) gives the probabilities."""
+    """Returns the logits (B, V) of B responses over a vocabulary of V, with -inf for all tokens outside the
+    nucleus (arXiv 1904.09751): the fewest tokens whose probabilities, softmax(logits), sum to `top_p` or
+    more."""
     if top_p == 1:
         return logits
     ordered, order = logits.sort(-1, descending=True)
