@@ -68,6 +68,7 @@ class Problem:
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
     row: int = 0
+    fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
     def where(self) -> str:
@@ -192,13 +193,13 @@ class Pack:
 
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
-                  longest: int = 0) -> list[Problem]:
+                  longest: int = 0, keep_fields: bool = False) -> list[Problem]:
     """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
     --max_prompt_len, and prompts that leave no room for a response.
 
     If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
-    `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. Raises UserError if no
-    problem is left, or if a row can't be read."""
+    `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. `keep_fields`: whether to
+    set Problem.fields. Raises UserError if no problem is left, or if a row can't be read."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -206,7 +207,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     problems, too_long, seen, repeated = [], [], set(), 0
     for path, weight in zip(paths, weights, strict=True):
-        rows = list(problem_rows(path, kind_of(cfg.reward)))
+        rows = list(problem_rows(path, kind_of(cfg.reward), keep_fields))
         for line in suspicious(rows):
             say(f"{path}: {line}")
         for number, row in rows:
@@ -218,7 +219,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
                 ids = tuple(encode(row.turns))
             except UserError as e:
                 raise UserError(f"{path} row {number}: {e}") from None
-            problem = Problem(row.text, ids, row.answer, row.kind, weight, row.dataset, path, number)
+            problem = Problem(row.text, ids, row.answer, row.kind, weight, row.dataset, path, number,
+                              row.fields)
             (problems if len(ids) <= limit else too_long).append(problem)
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
     shortest = min([len(p.ids) for p in too_long], default=0)
@@ -364,8 +366,9 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the tokens, answer, kind, weight and data set of all problems, in order."""
-    every = [short_hash(repr((p.ids, p.answer, p.kind, p.weight, p.dataset)).encode()) for p in problems]
+    """Returns a hash of the tokens, answer, kind, weight, data set and fields of all problems, in order."""
+    every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
+             for p in problems]
     return short_hash("".join(every).encode())
 
 

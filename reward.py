@@ -13,13 +13,14 @@ response's format, which is added to the grader's reward (rollout.REWARD_PARTS).
 The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
 answer, else 0."""
 
+import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from configs import nearest, require, user_errors
 from grading.answers import KINDS, readers
-from grading.rows import read_rows
+from grading.rows import as_json, read_rows
 from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
@@ -140,7 +141,7 @@ def _responses(path, kind="math"):
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
-        row = {"stopped": True, "kind": kind, **row}
+        row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
         if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
             row["response"] = row.get("policy_text", row.get("response"))  # without an --env's texts
@@ -171,7 +172,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
         for i, row in enumerate(rows):
             for t in graders_of(row.get("dataset") or "", terms):
                 grader.submit((t, i), row["response"], row["answer"], row["stopped"], row["kind"], extractor,
-                              t.custom)
+                              t.custom, problem=row.get("problem"), row=row.get("row", row), sample=row)
         every = grader.results()
     for (t, _), grade in every.items():
         values.setdefault(t, []).append(grade.reward)

@@ -5,6 +5,7 @@
 """
 
 import itertools
+import json
 import math
 import re
 from collections import Counter
@@ -270,9 +271,10 @@ class Trajectories:
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
+        row, facts = json.loads(problem.fields or "{}"), {"tokens": len(s.ids), "turns": s.turns}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit((*s.key, i), s.policy_text, problem.answer, s.stopped, problem.kind,
-                               extractor, term.custom)
+                               extractor, term.custom, problem=problem.text, row=row, sample=facts)
 
     def _read_environment(self):
         if self.waiting:
@@ -502,6 +504,8 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     response's token ids and the engine's log-probs (nats; None at tokens of the environment)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    if problem.fields:
+        row["row"] = json.loads(problem.fields)
     if s.turns > 1:
         row |= dict(turns=s.turns, policy_text=s.policy_text)
     if save_logps:
@@ -511,9 +515,9 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     return row
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Say) -> Sets:
+def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
     """Returns name -> problems, for each file of --eval_data. Raises UserError, see load_problems."""
-    return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len)
+    return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
 
@@ -562,6 +566,7 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
         samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
                              cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, i), step,
                              on_response, top_p=cfg.eval_top_p)
+        dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
         rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
                                   for s in samples])
@@ -611,11 +616,11 @@ def max_positions(config: Any) -> float:
     return max(known, original * rope.get("factor", 1)) if scaled else known
 
 
-def make_grader(cfg: Config) -> Grader:
+def make_grader(cfg: Config, say: Say = print) -> Grader:
     """Returns a new Grader for --reward and --env. Raises UserError if a reward or an extractor does not
     exist."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)
     return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
-                  any(t.kind for t in terms), cfg.env)
+                  any(t.kind for t in terms), cfg.env, say, dist.stop_signal)

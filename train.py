@@ -288,12 +288,12 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    problems, held_out = dist.together(load_data, cfg, tokenizer, say)
+    grader = dist.together(make_grader, cfg, say)  # first, because it says whether to keep the rows' fields
+    problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read = read_facts(cfg, problems, tokenizer)
     check_same("reads", read | read_files(cfg, held_out), "the same files on every machine")
     cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
     planned = check_fit(cfg, world, epoch_len(problems), say)
-    grader = dist.together(make_grader, cfg)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
     check_gold("--data", problems, grader, cfg, world, say)
     for name, part in held_out.items():
@@ -318,12 +318,12 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
                carried, saver, log, lock)
 
 
-def load_data(cfg: Config, tokenizer: Any, say: Say) -> tuple[list[Problem], Sets]:
+def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
     """Returns the problems of --data, and the evaluation sets of --eval_data. Raises UserError if a file
     can't be read or does not fit the other flags."""
     check_vocabularies(cfg, tokenizer)
-    problems = load_problems(cfg.data, tokenizer, cfg, say)
-    held_out = load_sets(cfg, tokenizer, say) if cfg.eval_every else {}
+    problems = load_problems(cfg.data, tokenizer, cfg, say, keep_fields=keep_fields)
+    held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
     if cfg.eval_every and not held_out:
         say("nothing is evaluated; for evaluations: --eval_data FILE [FILE …]")
     if cfg.prompts_per_step > len(problems):
@@ -441,6 +441,7 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arriva
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
                                 cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
                                 partial(on_response, cfg, bar, arrivals), carried)
+    dist.together(run.grader.check)
     return shape_rewards(samples, cfg), left
 
 

@@ -32,7 +32,7 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Row:
     kind: str  # how an answer is compared with the gold answer: "math", "choice" or "exact"
     dataset: str  # the row's field `dataset` or `data_source`; "" if it has neither
     form: str = field(default="the whole text", compare=False)  # where the gold answer was found, see _form
+    fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
     def text(self) -> str:
@@ -76,12 +77,18 @@ class Row:
 # --- files
 
 
-def problem_rows(path: str, default: str) -> Iterator[tuple[int, Row]]:
+def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row]]:
     """Yields (number, Row) for each row of a file on the disk or on the Hub. default: how answers are
-    compared ("math", "choice" or "exact") in a row without the field `reward`. Raises UserError for a wrong
-    file or row."""
+    compared ("math", "choice" or "exact") in a row without the field `reward`. keep_fields: whether to set
+    Row.fields. Raises UserError for a wrong file or row."""
     for number, row in read_rows(local_file(path)):
-        yield number, problem_of(row, f"{path} row {number}", default)
+        found = problem_of(row, f"{path} row {number}", default)
+        yield number, replace(found, fields=as_json(row)) if keep_fields else found
+
+
+def as_json(row: Any) -> str:
+    """Returns a row as JSON. Values that JSON has not, such as dates, become texts."""
+    return json.dumps(row, default=lambda x: json.loads(x.text) if isinstance(x, JsonNumber) else str(x))
 
 
 def local_file(path: str) -> str:

@@ -25,6 +25,7 @@ Departures from Open-Reasoner-Zero:
 
 import ctypes
 import gc
+import inspect
 import json
 import logging
 import os
@@ -37,15 +38,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from configs import ROOT, UserError, nearest, require, shorten
+from configs import ROOT, Say, UserError, nearest, require, shorten
 from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
@@ -59,6 +60,10 @@ LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stor
 MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
+LATE = 8  # the run ends if users' functions time out this number of times in a row
+TELL = 10  # after each 10 seconds, `results` says what it waits for
+SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
+TURN = ["problem", "text", "turn"]  # arguments of an environment
 # A user's file may import its own modules with the names `grading` and `configs`. So the server runs this
 # file under the name __main__, and `serve` removes our modules of these names from sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
@@ -67,7 +72,7 @@ START = 300  # a server may need this number of seconds to start, because networ
 
 # A request that the trainer sends to a worker. Its first entry says what the worker does:
 #     "compare", answer, gold, kind                compare the answer with the gold answer
-#     "score", function, response, gold, kind      call a user's reward
+#     "score", function, values of its arguments   call a user's reward; by name: a JSON text
 #     "reply", function, problem, text, turn       call the environment
 Request = tuple
 
@@ -120,7 +125,7 @@ x\ge5y=3:4
 
 # --- in a worker
 
-_functions = {}  # "FILE.py:FUNCTION" -> the user's function, or an ImportError if its file can't be imported
+_functions = {}  # "FILE.py:FUNCTION" -> a function that takes the values in a Request
 _modules = {}  # folder of a user's file -> {name: module} of the modules imported from this folder
 
 
@@ -161,11 +166,8 @@ def _as_reward(value, what):
 
 def _call(spec, *arguments):
     """Calls the user's function `spec`, "FILE.py:FUNCTION", and returns its result."""
-    function = _functions[spec]
-    if isinstance(function, Exception):
-        raise function
     with _modules_beside(spec):
-        return function(*arguments)
+        return _functions[spec](*arguments)
 
 
 @contextmanager
@@ -248,15 +250,26 @@ def _init_worker():
 # stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk.
 
 
-def _import_function(spec):
-    """Returns the user's function `spec`, "FILE.py:FUNCTION". If the file can't be imported, returns an
-    ImportError."""
+def _import_function(spec, arguments):
+    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the names of the arguments that it gets
+    by name ([]: it gets `arguments` by position), and its `seconds` and `parallel` (0: it has no `seconds`).
+
+    arguments: SCORE or TURN"""
     path, _, name = spec.rpartition(":")
-    try:
-        with _modules_beside(spec):
-            return runpy.run_path(path)[name]
-    except (Exception, SystemExit) as error:
-        return ImportError(f"{path} can't be imported: {_message(error, spec)}")
+    with _modules_beside(spec):
+        module = runpy.run_path(path)
+    if name not in module:
+        raise NameError(f"no function {name!r}{nearest(name, module)}")
+    _functions[spec] = function = module[name]
+    signature, names = inspect.signature(function), []
+    if arguments == SCORE and signature.parameters.keys() & set(MORE):
+        names = [name for name in SCORE + MORE if name in signature.parameters]
+        _functions[spec] = lambda values: function(**json.loads(values))
+        signature.bind(**dict.fromkeys(names))
+    else:
+        signature.bind(*arguments)
+    seconds, parallel = (getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel"))
+    return names, float(seconds), int(parallel or 16) if seconds else 0
 
 
 def _warm():
@@ -299,9 +312,11 @@ def _watch(parent):
     _die()
 
 
-def _dispatch(requests, replies, workers, deadline):
-    """Read chunks (lists of requests) from the pipe `requests`, let workers grade them, and write the
-    outcomes to the pipe `replies`. Returns when `requests` closes or the pool breaks.
+def _dispatch(requests, replies, workers, deadline, found):
+    """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
+    `replies`. Returns when `requests` closes or a pool breaks.
+
+    A function with `seconds` has a pool of `parallel` workers. found: function -> facts (_import_function)
 
     If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
     sends each of these requests again in a chunk of its own.
@@ -327,19 +342,24 @@ def _dispatch(requests, replies, workers, deadline):
 
     context = get_context("fork")
     context.Process = _Worker
-    pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, context=context)
+    make_pool = partial(pebble.ProcessPool, max_tasks=MAX_TASKS, initializer=_init_worker, context=context)
+    usual = make_pool(workers), deadline, WALL * deadline
+    pools = {spec: (make_pool(parallel), seconds, seconds)
+             for spec, (_, seconds, parallel) in found.items() if seconds}
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
             chunk, of_chunk = json.loads(line)
-            future = pool.schedule(_grade_chunk, [of_chunk, deadline], timeout=WALL * deadline)
+            pool, cpu, wall = pools.get(of_chunk[0][1], usual)
+            future = pool.schedule(_grade_chunk, [of_chunk, cpu], timeout=wall)
             future.add_done_callback(partial(done, chunk, len(of_chunk)))
 
 
-def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], compares: bool) -> None:
+def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]],
+          compares: bool) -> None:
     """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
     has ended, or when the pool breaks.
 
-    functions: users' functions, "FILE.py:FUNCTION"
+    functions: users' functions, "FILE.py:FUNCTION" -> SCORE or TURN
     compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
@@ -347,13 +367,21 @@ def serve(parent: int, workers: int, deadline: float, functions: Sequence[str], 
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     _take_modules({"configs", "grading"}, set(sys.modules))  # a user's folder may have modules of these names
-    _functions.update((spec, _import_function(spec)) for spec in functions)
+    found = {}
+    try:
+        for spec, arguments in functions.items():
+            found[spec] = _import_function(spec, arguments)
+    except (Exception, SystemExit) as error:
+        found = f"{spec} ({_message(error, spec)})"
+    os.write(replies, json.dumps([0, found, 0]).encode() + b"\n")
+    if isinstance(found, str):
+        _die()
     if compares:
         _warm()
     # A worker shares memory pages with the server until the worker writes to them. Garbage collection writes
     # to all objects, so all pages would be copied. gc.freeze exempts the objects that exist now.
     gc.freeze()
-    _dispatch(requests, replies, workers, deadline)
+    _dispatch(requests, replies, workers, deadline, found)
     _die()
 
 
@@ -368,25 +396,35 @@ class Grader(AbstractContextManager):
     deadline    CPU seconds for one answer; its wall time may be WALL times as long. The wait in the queue
                 does not count.
     customs     users' reward functions ("path/to/file.py:function") that `submit` may name. A worker calls
-                function(response, gold answer, kind) -> float in place of a comparison. A response that was
+                function(response, gold answer, kind) -> float in place of a comparison. A function that has a
+                parameter `problem`, `row` or `sample` gets its arguments by their names. A response that was
                 cut by length gets reward 0 without a call.
     compares    whether `submit` compares answers; if False, the server does not import math-verify
     env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
                 the same deadline. The result must depend only on the arguments, because the function may be
                 called twice for one turn.
+    say         prints what `results` waits for
+    stop        `results` waits only while this list is empty
 
-    Raises UserError if a function does not exist. If grading raises an error, the reward is 0 and the reason
-    is "error". `errors` keeps the first message of each type of error.
+    A function that waits, for example for a server, declares `seconds`, its deadline in wall time, and
+    `parallel`, the number of calls at once. Both are attributes of the function or of its file.
+
+    Raises UserError if a function does not exist, can't be imported or has other parameters. If grading
+    raises an error, the reward is 0 and the reason is "error". `errors` keeps the first message of each type
+    of error. `failure` is a message if users' functions timed out LATE times in a row, else "".
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
-                 compares: bool = True, env: str = "") -> None:
+                 compares: bool = True, env: str = "", say: Say = print, stop: Sequence = ()) -> None:
         require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
                 "workers of at least 1, a deadline above 0")
         self.customs = {custom: _check_spec(custom) for custom in customs}
         self.env = _check_spec(env, "--env") if env else ""
-        functions = [*self.customs.values(), *filter(None, [self.env])]
+        functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
+        self.say, self.stop, self.failure = say, stop, ""
+        self.known = None  # user's function -> the result of `_import_function`, or an error message
+        self._late = 0  # number of timeouts of users' functions in a row
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
         self._told = 0  # number of messages in `errors` that new_errors has already returned
@@ -400,21 +438,33 @@ class Grader(AbstractContextManager):
         self._process = None  # the server's process
         if functions:
             self._start()
+            while self.known is None and self._exchange(self.patience):
+                pass  # the server imports the functions
+            if not isinstance(self.known, dict):
+                self.close()
+                found = self.known or f"{env or customs}: its import ends the process"
+                raise UserError(f"can't use {found}; "
+                                f"needed: {SPEC}, a function of ({', '.join(SCORE)}) or of some of "
+                                f"({', '.join(SCORE + MORE)}); --env: of ({', '.join(TURN)})")
 
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
-               extractor: str = "orz", custom: str = "") -> None:
+               extractor: str = "orz", custom: str = "", **more: Any) -> None:
         """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
 
         key: the key of the response's grade in `results`
         stopped: whether the response ended with EOS or a stop string; if False, it was cut by length
-        custom: one of `customs`, which grades the response in place of a comparison"""
+        custom: one of `customs`, which grades the response in place of a comparison
+        more: the arguments `problem`, `row` and `sample` of a function with these parameters"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
         if not stopped:
             self._grades[key] = Grade(0.0, "truncated", None)
         elif custom:
-            self._queue(key, ("score", self.customs[custom], text, gold, kind), answer)
+            spec, values = self.customs[custom], more | dict(response=text, answer=gold, kind=kind)
+            names = self.known[spec][0]
+            by_name = json.dumps({name: values[name] for name in names})
+            self._queue(key, ("score", spec, *([by_name] if names else (text, gold, kind))), answer)
         elif found := self._grade_here(answer, gold, kind):
             self._grades[key] = found
         else:
@@ -447,7 +497,11 @@ class Grader(AbstractContextManager):
             self._start()
         keys = self._pending.setdefault(request, [])
         keys.append((key, answer))
-        if len(keys) == 1:
+        if len(keys) > 1:
+            return
+        if request[0] != "compare" and self.known[request[1]][1]:
+            self._send([request])  # a function with `seconds` gets chunks of one request
+        else:
             self._waiting.append(request)
         if len(self._waiting) >= self._size:
             self._send_waiting()
@@ -456,16 +510,40 @@ class Grader(AbstractContextManager):
         """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
         since the last call. Raises RuntimeError if the server died or stalled twice in this call."""
         self._send_waiting()
+        heard = told = time.monotonic()
         replaced = False
-        while self._pending:
-            if not self._exchange(self.patience):
+        while self._pending and not (self.stop or self.failure):
+            replied, now = self._exchange(1.0), time.monotonic()
+            if replied:
+                heard = now
+            elif self._process.poll() is not None or now - heard > self.patience:
                 if replaced:
                     raise RuntimeError("the grading server died or stalled twice, "
                                        f"{len(self._pending)} left: see stderr")
                 self._start()
-                replaced = True
+                replaced, heard = True, now
+            if now - told > TELL:
+                told = now
+                self.say(f"grading: waits for {len(self._pending)} calls of "
+                         f"{' '.join(self.known or ['math'])}; the last {self._late} timed out")
+        if self._pending:
+            self.close()  # the server still has the requests
+        for key, answer in sum(self._pending.values(), []):
+            self._grades[key] = Grade(0.0, "timeout", answer)
+        self._pending, self._chunks = {}, {}
         grades, self._grades = self._grades, {}
         return grades
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a reward function has the parameter `row`."""
+        return any("row" in names for names, *_ in (self.known or {}).values())
+
+    def check(self) -> None:
+        """Raises UserError if users' functions have timed out LATE times in a row (with `parallel`: 2 ×
+        `parallel` times, if that is more)."""
+        require(not self.failure, self.failure, "a function that ends in time, a larger --grade_deadline, or "
+                "`seconds = …` in its file")
 
     def new_errors(self) -> list[str]:
         """Returns the messages of `errors` that are new since the last call."""
@@ -535,6 +613,9 @@ class Grader(AbstractContextManager):
         """Store the outcomes of the chunk with number `chunk`. seconds: mean time of one request. If the
         outcomes are None, the worker died or timed out, and each request is sent again in a chunk of its own,
         so that only the request that killed the worker fails."""
+        if chunk == 0:  # the server's first line
+            self.known = outcomes
+            return
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
         if outcomes is None:
@@ -542,6 +623,10 @@ class Grader(AbstractContextManager):
                 self._send([request])
             return
         for request, (value, reason, error) in zip(requests, outcomes, strict=True):
+            if request[0] != "compare":
+                self._late = (self._late + 1) * (reason == "timeout")
+                if self._late >= max(LATE, 2 * self.known[request[1]][2]):
+                    self.failure = f"{request[1]} timed out {self._late} times in a row"
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade
@@ -555,17 +640,10 @@ class Grader(AbstractContextManager):
 
 
 def _check_spec(spec, what="reward"):
-    """Returns `spec` ("FILE.py:FUNCTION") with an absolute path. Raises UserError if the file can't be read
-    or does not contain the name of the function. The file is compiled here, but not run."""
+    """Returns `spec` ("FILE.py:FUNCTION") with an absolute path. Raises UserError if it has no colon."""
     path, _, name = spec.rpartition(":")
     require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
-    file = Path(path).absolute()
-    try:
-        names = compile(file.read_bytes(), file, "exec").co_names  # all names that the file defines or uses
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{what} {spec!r} can't be read ({error}); needed: {SPEC}") from None
-    require(name in names, f"{what} {spec!r}: {path} has no function {name!r}{nearest(name, names)}", SPEC)
-    return f"{file}:{name}"
+    return f"{Path(path).absolute()}:{name}"
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ S3 = [
 # Section 9 of docs/forking.md: the reward has a second part, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 
-# Section 11 of docs/forking.md: only the last layers are trained.
+# Section 12: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
@@ -136,10 +136,11 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """test_turns.py and test_ablations.py test two Python blocks of docs/forking.md. The edits above use all
-    other blocks."""
+    """test_turns.py, test_ablations.py and test_reward.py test four Python blocks of docs/forking.md. The
+    edits above use all other blocks."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
-    assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == ["advantage", "respond"]
+    assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
+        "advantage", "judge", "limit", "respond"]
 
 
 # --- functions of a fork

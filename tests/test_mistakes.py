@@ -95,7 +95,7 @@ ON_RANKS = {
     "no reward and no teacher": ("--reward math=0", "a weight in --reward is 0; needed: "),
     "a reward's name": ("--reward maths", "maths"),
     "no reward file": ("--reward none.py:score", "none.py"),
-    "no reward function": ("--reward reward.py:nothing", "has no function 'nothing'"),
+    "no reward function": ("--reward reward.py:nothing", "no function 'nothing'"),
     "a reward file with an error": ("--reward wrong.py:score", "wrong.py"),
     "an extractor's name": ("--extractor box", "box"),
     "rows of IFEval": ("--data ifeval.jsonl", "ifeval"),

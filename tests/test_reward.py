@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, run, wait_until
 
 from configs import UserError
 from data import Problem
@@ -226,17 +229,26 @@ def test_hostile_answers_end_within_the_deadline():
 
 @pytest.mark.parametrize(("spec", "message"), [
     ("score", "'score' is malformed; needed: path/to/file.py:function"),
-    ("mine.py", "malformed"), ("mine.txt:score", "can't be read .*No such file"),
-    ("{dir}/mine.py:", "no function ''; needed: path/to/file.py:function"),
-    ("nowhere.py:score", "can't be read .*No such file or directory: '/.*nowhere.py'"),
-    ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\); needed: path/to/file.py:function"),
-    ("{dir}/bad.py:score", r"can't be read .*bad.py, line 1"),
+    ("mine.py", "malformed"), ("mine.txt:score", "can't use .*No such file"),
+    ("{dir}/mine.py:", r"no function ''\); needed: path/to/file.py:function"),
+    ("nowhere.py:score", "can't use .*No such file or directory: '/.*nowhere.py'"),
+    ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
+    ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"), ("{dir}/two.py:score", "too many positional"),
+    ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
+    ("{dir}/leaves.py:score", r"can't use .*SystemExit: 0 \(.*/leaves.py, line 1\)"),
+    ("{dir}/dies.py:score", "can't use .*its import ends the process"),
+    ("{dir}/names.py:score", "can't use .*missing a required argument"),
 ])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
-    """--reward and --env refuse the same mistakes."""
-    custom("def score(response, answer, kind): return 1\nraise SystemExit('the trainer must not run this')")
-    (tmp_path / "bad.py").write_text("def score(")
+    """--reward and --env refuse the same mistakes. The trainer itself doesn't run the file."""
+    custom("def score(response, answer, kind): return 1")
+    files = {"bad": "def score(", "two": "def score(response, answer): return 1",
+             "leaves": "raise SystemExit(0)",
+             "raises": "\nraise RuntimeError('at import')", "dies": "import os\nos._exit(7)",
+             "names": "def score(response, row, other, one): return 1"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     spec = spec.format(dir=tmp_path)
     with pytest.raises(UserError, match=message) as error:
         Grader(env=spec) if environment else Grader(customs=[spec])
@@ -343,17 +355,6 @@ def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
         assert {key: g.reward for key, g in grader.results().items()} == {"12345": 5, "123": 3}, grader.errors
 
 
-@pytest.mark.parametrize("line", ["raise RuntimeError('at import')", "raise SystemExit(0)"])
-def test_a_custom_file_that_fails_to_import_is_an_error_that_names_it(custom, line):
-    spec = custom(f"def score(response, answer, kind): return 1\n{line}")
-    with Grader(customs=[spec], compares=False) as grader:
-        grader.submit(0, "x", "y", True, custom=spec)
-        assert grader.results()[0].reason == "error"
-        (message,) = grader.errors.values()
-        assert re.search(r"mine.py can't be imported: .*mine.py, line \d\)$", message), message
-        assert line[6:16] in message and "\n" not in message
-
-
 def open_r1_format(text: str) -> float:
     """Returns the format reward as Open-R1 computes it, by a regular expression in quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
@@ -385,6 +386,90 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
     start = time.process_time()
     think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
     assert time.process_time() - start < 5
+
+
+def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
+    """Each of four calls waits for the other three, although there is one worker with a deadline of 0.1 s."""
+    spec = custom("""
+        parallel = 4
+        def score(row, response, sample, problem):
+            folder = os.path.dirname(__file__)
+            open(f"{folder}/call{row['weights'][1]}", "w").close()
+            while len(os.listdir(folder)) < 5:
+                time.sleep(0.1)
+            return row["weights"][1] * sample["tokens"] * ((problem, response) == ("p", "r"))
+        score.seconds = 30
+    """)
+    with Grader(workers=1, deadline=0.1, customs=[spec], compares=False) as grader:
+        for i in range(4):
+            grader.submit(i, "r", "", True, custom=spec, problem="p", row={"weights": [0, i / 2]},
+                          sample={"tokens": 2})
+        rewards = {i: (g.reward, g.reason) for i, g in grader.results().items()}
+        assert rewards == {0: (0, "wrong"), 1: (1, "correct"), 2: (2, "correct"), 3: (3, "correct")}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
+    """After 8 timeouts in a row, or a signal to stop, nothing waits for the other 32 calls."""
+    monkeypatch.setattr(worker, "TELL", 0.5)
+    spec, told, stop = custom("seconds, parallel = 1, 2\n" + SLOW), [], []
+    say = lambda text: (told.append(text), stop.extend([1] * stops))  # noqa: E731
+    with Grader(customs=[spec], compares=False, say=say, stop=stop) as grader:
+        for i in range(40):
+            grader.submit(i, "99", str(i), True, custom=spec)
+        assert [g.reason for g in grader.results().values()] == ["timeout"] * 40
+        assert f"grading: waits for 40 calls of {spec}; the last 0 timed out" in told[0]
+        if not stops:
+            with pytest.raises(UserError, match=r"mine.py:score timed out \d+ times in a row; needed: "):
+                grader.check()
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Scores the share of the response's characters that the rubric has. Misbehaves once in a while."""
+
+    calls, log_message = 0, lambda *_: None
+    odd = [b"{}", b'{"score": NaN}', b"no JSON", None]
+
+    def do_POST(self):
+        Judge.calls += 1
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        right = sum(c in asked["rubric"] for c in asked["response"]) / max(len(asked["response"]), 1)
+        text = Judge.odd.pop() if Judge.odd and Judge.calls % 10 == 0 else b'{"score": %f}' % right
+        if text is None:
+            time.sleep(3)  # the function's own limit is 1 s
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text or b"")
+        if Judge.calls == 500:  # the server dies in one of the last steps
+            threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
+
+
+DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+DIGITS = "0123456789"
+
+
+@pytest.mark.parametrize(("name", "column", "changes"), [
+    ("judge", {"rubric": DIGITS}, {}),
+    ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
+def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
+    """The judge is a real server. The unit tests pass if a response is a Python program."""
+    server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]
+    code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=1")
+    (tmp_path / "mine.py").write_text(code)
+    rows = [json.loads(line) | column for line in open(base.data[0])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), steps=10, save_every=0,
+                  policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
+    rewards = [row["reward"] for row in run(cfg, tmp_path / "run")[0]]
+    server.server_close()
+    assert rewards[0] < 0.15 and max(rewards) > 0.3, rewards
+    alarms = (tmp_path / "run/alarms.jsonl").read_text()
+    errors = "KeyError", "mine.py, line 11", "URLError", "TimeoutError", "JSONDecodeError", "ValueError"
+    assert name == "passes" or all(word in alarms for word in errors), alarms
+    sample = json.loads((tmp_path / "run/samples/step_000000.jsonl").read_text().splitlines()[0])
+    assert sample["row"] == next(row for row in rows if row["prompt"] == sample["problem"])
 
 
 # --- killed processes
@@ -433,7 +518,7 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
 
 
 def test_a_server_that_dies_twice_is_an_error(custom):
-    spec = custom("os._exit(7)\n\n\ndef score(response, answer, kind): return 1")
+    spec = custom("def score(response, answer, kind): os.kill(os.getppid(), 9)")
     with Grader(customs=[spec], compares=False) as grader:
         grader.submit(0, "x", "", True, custom=spec)
         with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
@@ -518,9 +603,12 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    (tmp_path / "my.py").write_text("def score(text, gold, kind):\n    return 0.5 / (text != '0')\n")
-    rows = [json.dumps({"response": text, "answer": "1"}) for text in (GOOD, boxed("1"), "0")]
-    done = dry_run(tmp_path, rows, "--reward", "math", "format=0.5", f"{tmp_path}/my.py:score=2")
+    """A file of samples/ has the data row in the field `row`."""
+    (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
+    rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": ""}
+            for text in (GOOD, boxed("1"), "0")]
+    done = dry_run(tmp_path, [json.dumps(row) for row in rows], "--reward", "math", "format=0.5",
+                   f"{tmp_path}/my.py:score=2")
     for line in ("mean accuracy 0.3333, weight 1\n", "mean format 0.3333, weight 0.5\n",
                  "mean score 0.3333, weight 2\n", f"by zero ({tmp_path}/my.py, line 2)"):
         assert line in done.stdout, done.stdout + done.stderr

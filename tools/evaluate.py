@@ -289,12 +289,12 @@ class Candidate:
     engine_key: Facts  # ckpt.model_facts; models with equal keys can use the same engine
 
 
-def load_candidate(cfg: Config, say: Say) -> Candidate:
+def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
     cfg = with_date(cfg, tokenizer, "", say)
-    sets = load_sets(cfg, tokenizer, say)
+    sets = load_sets(cfg, tokenizer, say, keep_fields)
     check_graders(sets.values(), cfg)
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
@@ -372,12 +372,12 @@ def main(argv: Sequence[str]) -> None:
     watch(cfg.stall_limit)
     say = show if world.main else lambda text: None
     say_once = functools.cache(lambda text: say(textwrap.fill(text, 80, break_long_words=False)))
-    candidates = [load_candidate(cfg, say_once) for cfg in cfgs]
-    check_candidates(candidates, world)
-    asked = {name: getattr(cfg, name) for cfg in cfgs[:1] for name in as_trained([c.model for c in cfgs])}
-    if asked:
-        say_once(f"the models are asked as torz.json and flags say: {asked}")
-    with make_grader(cfg) as grader:
+    with make_grader(cfg, say) as grader:
+        candidates = [load_candidate(cfg, say_once, grader.reads_rows) for cfg in cfgs]
+        check_candidates(candidates, world)
+        asked = {name: getattr(cfg, name) for cfg in cfgs[:1] for name in as_trained([c.model for c in cfgs])}
+        if asked:
+            say_once(f"the models are asked as torz.json and flags say: {asked}")
         # The gold answers are the same for all models, so those of the first model are checked.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
