@@ -36,6 +36,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python bench/nullgpu/trainer.py`
 
@@ -131,27 +132,6 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
-class Log:
-    """The part of a Logger that train_role needs."""
-
-    disable = True
-
-    def bar(self, *_):
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def update(self, *_):
-        pass
-
-    def alarm(self, text, *_):
-        say({"alarm": text})
-
-
 # --- the measurement
 
 
@@ -218,6 +198,7 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
 def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
     count = args.updates if role.name == "critic" else 1
+    log = MagicMock(alarm=lambda text, *_: say({"alarm": text}))
     cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
     loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
     for i in range(2):
@@ -231,7 +212,7 @@ def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config,
             if role.name == "critic":
                 packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
                 phases.end(f"values[{i}]")
-            train.train_role(role, loss, packs, 0, cfg, Meter(world.device), Log())
+            train.train_role(role, loss, packs, 0, cfg, Meter(world.device), log)
             phases.end(f"{role.name}[{i}]")
         phases.end(f"{role.name} off[{i}]")
 

@@ -1,0 +1,71 @@
+"""Counts what a rank sends in FSDP2's collectives on a stub CUDA driver, beside what tools/plan.py plans.
+
+    sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [--shard_ranks 8] [flags of trainer.py]
+
+Runs trainer.py. Prints a JSON line per collective of the sync and of each model's updates: GiB that the rank
+sends within its node and to other nodes. Ends with an error if a plan is over 5 % off.
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as td
+
+import configs
+import dist
+from bench.common import say
+from bench.nullgpu import trainer
+from tools import plan
+
+SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
+
+
+def count(name: str, collective: str, times: int) -> None:
+    """Patches a function of torch.distributed: SENDS counts its calls. times: see plan.sent."""
+    real = getattr(td, name)
+
+    def call(*args, **kwargs):
+        ranks = td.get_process_group_ranks(kwargs.get("group") or td.group.WORLD)
+        size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        nodes = len({rank // configs.NODE for rank in ranks})
+        for way, n in plan.sent(size, len(ranks), nodes, times)._asdict().items():
+            SENDS[collective, way] += n
+        return real(*args, **kwargs)
+
+    setattr(td, name, call)
+
+
+def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
+    """Returns collective -> (times, what the rank sends each time) for "sync", or for a model's updates with
+    the critic's values. The values need one more forward pass of each pack."""
+    sends = plan.traffic(case)[name]
+    if name == "sync":
+        return {"gather": [(1, sends["gathers"])]}
+    critic = name == "critic"
+    updates, stays = args.updates if critic else 1, not case.kept[name].reshard
+    packs = args.packs * updates
+    forwards, backwards = (updates, 0) if stays else (packs * (1 + critic), packs)
+    return {"gather": [(forwards, sends["forward"]), (backwards, sends["backward"])],
+            "reduce": [(packs, sends["reduce"])], "all-reduce": [(updates, sends["all-reduce"])]}
+
+
+class Phases(trainer.Phases):
+    def end(self, name: str) -> None:
+        args, cfg = trainer.parse()
+        case = trainer.case_of(args, cfg, dist.World(0, args.world, torch.device("cuda", 0), torch.bfloat16))
+        model = name.partition("[")[0]
+        for collective, parts in planned(model, args, case).items() if model in ("sync", *case.kept) else ():
+            counted = [SENDS.pop((collective, way), 0) / configs.GIB for way in ("within", "between")]
+            by_plan = [sum(times * sent[i] for times, sent in parts) / configs.GIB for i in (0, 1)]
+            say({"bench": "nullgpu-network", "shards": case.shards, "phase": name, "collective": collective,
+                 "counted": counted, "planned": by_plan})
+            assert all(abs(a - b) <= 0.05 * b + 0.01 for a, b in zip(counted, by_plan, strict=True)), name
+        super().end(name)
+
+
+if __name__ == "__main__":
+    trainer.Phases = Phases
+    count("all_gather_single", "gather", 1)
+    count("reduce_scatter_single", "reduce", 1)
+    count("all_reduce", "all-reduce", 2)
+    trainer.main()
