@@ -14,14 +14,14 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from bench.common import RESULTS, arguments, markdown
-from bench.scaling import run_bench
+from bench.common import RESULTS, ROOT, arguments, environment, markdown, torchrun
 from bench.shape import build
 
 Case = tuple[str, list[str], int, int]  # name of the bench, its arguments, ranks, threads of each rank
@@ -40,7 +40,6 @@ def on_cpu(cores: int) -> list[Case]:
         cases.append(("rollout", ["--model", base, "--engine", engine, "--tokens", "128"], 1, cores))
     cases.append(("saving", ["--model", base], cores, 1))
     cases.append(("grading", [], 1, 1))
-    cases.append(("scaling", ["--base", base], 1, 1))
     return cases
 
 
@@ -88,6 +87,16 @@ def table(rows: list[dict]) -> str:
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
         lines.append((row["bench"], of, ", ".join(f"{k} {v}" for k, v in numbers.items())))
     return LEGEND + markdown(("bench", "case", "results"), lines)
+
+
+def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
+    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits with the last errors if it fails."""
+    command = torchrun(ranks, "-m", f"bench.{script}", *args)
+    done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
+                          check=False)
+    if done.returncode:
+        sys.exit(f"bench.{script} {' '.join(args)} failed:\n{done.stderr[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"bench"')]
 
 
 def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:

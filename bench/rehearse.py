@@ -2,15 +2,18 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save.
+Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The ranks of an
+agent, a "node", shard the models (--shard_ranks auto).
 Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
+Phase 3: phase 1 in another folder, with models that all 32 ranks shard. The rewards must be those of phase 1.
 
-Prints a JSON line per phase: its seconds, and by how many GiB the machine's available memory fell at most.
---out must be a new or empty folder. It is removed at the end.
+Prints a JSON line per phase: its seconds, by how many GiB the machine's available memory fell at most, and
+what rank 0 sent (bench/traffic.py). --out must be a new or empty folder. It is removed at the end.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -42,8 +45,10 @@ def phase(name: str, commands: list[list[str]], out: Path) -> None:
     codes = [agent.returncode for agent in agents]
     if any(codes):
         sys.exit(f"rehearse.py: {name} ended with {codes}; see {', '.join(map(str, logs))}")
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    sent = [json.loads(line) for line in lines if line.startswith('{"gather, ')]
     say({"bench": "rehearse", "phase": name, "seconds": round(time.monotonic() - began),
-         "memory_gb": round(before - lowest, 1)})
+         "memory_gb": round(before - lowest, 1), "sent_gib": sent[0]})
 
 
 def free_port() -> int:
@@ -58,22 +63,27 @@ def main() -> None:
         out = new_folder(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
 
-    def torchrun(layout: str, steps: int, *where: str) -> list[str]:
+    def torchrun(layout: str, steps: int, out: Path, shards: str, *where: str) -> list[str]:
         return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "8",
-                "--monitor-interval", "2", "train.py", "tiny-ppo", "--layout", layout, "--model", args.base,
-                "--data", f"{args.base}/train.jsonl", "--eval_data", f"{args.base}/heldout.jsonl",
-                "--eval_every", "0", "--lr_decay", "constant", "--steps", str(steps), "--out", str(out)]
+                "--monitor-interval", "2", "-m", "bench.traffic", "tiny-ppo", "--layout", layout, "--model",
+                args.base, "--data", f"{args.base}/train.jsonl", "--eval_data", f"{args.base}/heldout.jsonl",
+                "--eval_every", "0", "--lr_decay", "constant", "--steps", str(steps), "--out", str(out),
+                "--shard_ranks", shards]
 
     cluster = ("--nnodes", "4", "--rdzv-backend", "c10d", "--rdzv-id", "rehearse",
                "--rdzv-endpoint", f"localhost:{free_port()}")
-    phase("production", [torchrun("production", 2, *cluster)] * 4, out)
-    phase("debug", [torchrun("debug", 4, "--standalone")], out)
-    rows = [r for r in read_metrics(out) if "reward" in r]
+    full = new_folder(f"{out}-full")
+    phase("production", [torchrun("production", 2, out, "auto", *cluster)] * 4, out)
+    phase("debug", [torchrun("debug", 4, out, "auto", "--standalone")], out)
+    phase("production-full", [torchrun("production", 2, full, "0", *cluster)] * 4, full)
+    rows, others = ([r for r in read_metrics(x) if "reward" in r] for x in (out, full))
+    assert [r["reward"] for r in others] == [r["reward"] for r in rows[:2]], others
     text = (out.parent / f"{out.name}-debug-0.log").read_text()
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and "resumed after 2 steps" in text, rows
     say({"bench": "rehearse", "rewards": [round(r["reward"], 3) for r in rows],
          "gap_max": max(r["logp_gap/max"] for r in rows), "resumed": True})
     shutil.rmtree(out)
+    shutil.rmtree(full)
 
 
 if __name__ == "__main__":

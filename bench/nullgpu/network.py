@@ -6,33 +6,14 @@ Runs trainer.py. Prints a JSON line per collective of the sync and of each model
 sends within its node and to other nodes. Ends with an error if a plan is over 5 % off.
 """
 
-from collections import Counter
-
 import torch
-import torch.distributed as td
 
 import configs
 import dist
 from bench.common import say
 from bench.nullgpu import trainer
+from bench.traffic import SENDS, count
 from tools import plan
-
-SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-
-
-def count(name: str, collective: str, times: int) -> None:
-    """Patches a function of torch.distributed: SENDS counts its calls. times: see plan.sent."""
-    real = getattr(td, name)
-
-    def call(*args, **kwargs):
-        ranks = td.get_process_group_ranks(kwargs.get("group") or td.group.WORLD)
-        size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        nodes = len({rank // configs.NODE for rank in ranks})
-        for way, n in plan.sent(size, len(ranks), nodes, times)._asdict().items():
-            SENDS[collective, way] += n
-        return real(*args, **kwargs)
-
-    setattr(td, name, call)
 
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
@@ -65,7 +46,5 @@ class Phases(trainer.Phases):
 
 if __name__ == "__main__":
     trainer.Phases = Phases
-    count("all_gather_single", "gather", 1)
-    count("reduce_scatter_single", "reduce", 1)
-    count("all_reduce", "all-reduce", 2)
+    count()
     trainer.main()

@@ -1,0 +1,52 @@
+"""Runs train.py, counts the bytes that its ranks send in FSDP2's collectives, and prints them at the end.
+
+    torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
+
+Rank 0 prints one JSON line: GiB that it sends within its node and to other nodes, by collective. A node is
+8 ranks. bench/rehearse.py uses this program, and bench/nullgpu/network.py uses its `count`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as td
+
+import configs
+from bench.common import say
+from tools import plan
+
+SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
+# function of torch.distributed -> (name in SENDS, `times` of plan.sent)
+COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
+               "all_reduce": ("all-reduce", 2)}
+
+
+def count() -> None:
+    """Patches the functions of COLLECTIVES: SENDS counts what a rank sends in calls with over 16 KiB. Smaller
+    calls are not FSDP2's."""
+    def patch(function: str, name: str, times: int) -> None:
+        real = getattr(td, function)
+
+        def call(*args, **kwargs):
+            ranks = td.get_process_group_ranks(kwargs.get("group") or td.group.WORLD)
+            size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            nodes = len({rank // configs.NODE for rank in ranks})
+            for way, n in plan.sent(size, len(ranks), nodes, times)._asdict().items():
+                SENDS[name, way] += n if size > 2**14 else 0
+            return real(*args, **kwargs)
+
+        setattr(td, function, call)
+
+    for function, (name, times) in COLLECTIVES.items():
+        patch(function, name, times)
+
+
+if __name__ == "__main__":
+    import train
+
+    count()
+    train.main(configs.parse())
+    if td.get_rank() == 0:
+        say({f"{name}, {way}": round(n / configs.GIB, 4) for (name, way), n in sorted(SENDS.items())})
