@@ -46,7 +46,7 @@ def phase(name: str, commands: list[list[str]], out: Path) -> None:
     if any(codes):
         sys.exit(f"rehearse.py: {name} ended with {codes}; see {', '.join(map(str, logs))}")
     lines = [line for log in logs for line in log.read_text().splitlines()]
-    sent = [json.loads(line) for line in lines if line.startswith('{"gather, ')]
+    sent = [json.loads(line) for line in lines if line.startswith('{') and " within" in line]
     say({"bench": "rehearse", "phase": name, "seconds": round(time.monotonic() - began),
          "memory_gb": round(before - lowest, 1), "sent_gib": sent[0]})
 

@@ -24,8 +24,8 @@ COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("re
 
 
 def count() -> None:
-    """Patches the functions of COLLECTIVES: SENDS counts what a rank sends in calls with over 16 KiB. Smaller
-    calls are not FSDP2's."""
+    """Patches the functions of COLLECTIVES: SENDS counts what a rank sends. An all-reduce over all ranks is
+    not FSDP2's, so it is not counted."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 
@@ -33,8 +33,9 @@ def count() -> None:
             ranks = td.get_process_group_ranks(kwargs.get("group") or td.group.WORLD)
             size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
             nodes = len({rank // configs.NODE for rank in ranks})
-            for way, n in plan.sent(size, len(ranks), nodes, times)._asdict().items():
-                SENDS[name, way] += n if size > 2**14 else 0
+            others = name != "all-reduce" or len(ranks) < td.get_world_size()
+            for way, n in plan.sent(size * others, len(ranks), nodes, times)._asdict().items():
+                SENDS[name, way] += n
             return real(*args, **kwargs)
 
         setattr(td, function, call)
