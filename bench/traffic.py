@@ -47,6 +47,13 @@ def count() -> None:
 if __name__ == "__main__":
     import train
 
+    load_models = train.load_models
+
+    def start(*args):
+        SENDS.clear()  # without the network check at the start
+        return load_models(*args)
+
+    train.load_models = start
     count()
     train.main(configs.parse())
     if td.get_rank() == 0:
