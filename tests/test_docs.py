@@ -47,27 +47,17 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# Start of a command that the tests do not run -> the reason.
+# Reason -> starts of commands that the tests do not run. test_train.py, test_turns.py, test_recipes.py and
+# test_ablations.py run parts of these programs, with small models.
 CANNOT = {
-    "make demo": "takes minutes and a network; test_train.py runs the same program",
-    "python -m bench.tasks": "takes a minute; test_turns.py makes such a model",
-    "python -m bench.tail": "takes two minutes",
-    "make gsm8k": "needs a GPU and hours; test_recipes.py takes a step at its shapes",
-    "make test": "this is it",
-    "make rehearse": "takes 33 processes and minutes",
-    "make chaos": "takes twenty runs",
-    "python -m bench.chaos": "takes twenty runs or more",
-    "python -m bench.ablations": "takes hours; test_ablations.py checks its parts",
-    "make bench": "takes half an hour, and nothing else may run",
-    "pip install": "needs a network; the file that it names is looked up below",
-    "ruff check": "make test runs it",
-    "torchrun": "needs GPUs or several machines; its flags and train.py's are checked below",
-    "python train.py tiny-grpo": "takes minutes; test_train.py runs such with its own reward and data",
-    "python -m tools.evaluate": "samples long responses; test_recipes.py runs it with short ones",
-    "sbatch": "needs a cluster",
-    "tensorboard": "serves until it is stopped",
-    "git show": "needs the history of the repository",
-    "srun": "needs a cluster",
+    "takes minutes or hours": (
+        "make demo", "make gsm8k", "make rehearse", "make chaos", "make bench", "python -m bench.tasks",
+        "python -m bench.tail", "python -m bench.chaos", "python -m bench.ablations",
+        "python -m tools.evaluate", "python train.py tiny-grpo"),
+    "needs a GPU, a cluster or a network": ("torchrun", "sbatch", "srun", "pip install"),
+    "needs the history of the repository": ("git show",),
+    "serves until it is stopped": ("tensorboard",),
+    "is this, or a part of it": ("make test", "ruff check"),
 }
 # Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
@@ -158,7 +148,7 @@ def test_commands_that_can_run_here_do(placeholders):
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
     for command in commands():
-        if any(command.startswith(c) for c in CANNOT):
+        if any(command.startswith(starts) for starts in CANNOT.values()):
             continue
         assert command.startswith("python "), f"not run and not in CANNOT: {command}"
         filled = shlex.split(re.sub(holes, lambda m: placeholders[m[0]], command))
@@ -216,8 +206,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After a signal of Slurm, the job script of the docs waits for the save and requeues an unfinished run.
-    Without a signal the script exits with srun's status."""
+    """After Slurm's signal the script waits for the save. Without one it exits with srun's status."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -289,7 +278,6 @@ def test_every_file_exists(two_ranks):
 
 
 def test_every_link_resolves():
-    """Every link in the docs leads to a file, and every anchor to a heading."""
     seen = 0
     for doc, text in DOCS.items():
         for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
@@ -329,8 +317,7 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has a row for each fault of bench/chaos.py and for --nodes 2. The last column names a
-    test of the fault, or says that only bench/chaos.py tests it."""
+    """docs/faults.md has a row for each fault of bench/chaos.py and for --nodes 2."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
