@@ -45,8 +45,6 @@ SHORT = {  # word in a row -> text that replaces the word
     "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
     "DEEP": "[" * 99_999,
     "MANY": json.dumps(list(range(27))),
-    "SEVENS400": "7" * 400,
-    "SEVENS5000": "7" * 5000,
 }
 
 
@@ -87,19 +85,14 @@ READ = {
     '{"prompt": [{"from": "user", "value": "1+1=\\nA. x\\nB. y"}], "final_answer": "B", '
     '"choices": {"A": "x", "B": "y"}}': ("1+1=\nA. x\nB. y", "B", "choice"),
     # format of MMLU
-    '{FOUR, "answer": 1}': (ABCD, "B", "choice"),
-    '{FOUR, "answer": 1.0}': (ABCD, "B", "choice"),
-    '{FOUR, "answer": "2"}': (ABCD, "B", "choice"),
-    '{FOUR, "answer": "B"}': (ABCD, "B", "choice"),
-    '{FOUR, "answer": "(b)"}': (ABCD, "B", "choice"),
+    **{f'{{FOUR, "answer": {x}}}': (ABCD, "B", "choice") for x in ("1", "1.0", '"2"', '"B"', '"(b)"')},
     '{"question": "1+1=", "options": [5, 2], "answer": "B"}': (f"{Q}\nA. 5\nB. 2", "B", "choice"),
     '{"question": "1+1= (A) 5 (B) 2", "choices": ["5", "2"], "answer": 1}':
         ("1+1= (A) 5 (B) 2", "B", "choice"),
     '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
     '{"question": "1+1=", "choices": {"A": "B", "B": "A"}, "answer": "A"}':
         (f"{Q}\nA. B\nB. A", "A", "choice"),
-    '{"prompt": "1+1=", "answer": "2", "choices": []}': (Q, "2", "math"),
-    '{"prompt": "1+1=", "answer": "2", "choices": null}': (Q, "2", "math"),
+    **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
     # For the kind math, invisible characters and a list around the answer (Skywork-OR1) are removed.
     r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
@@ -110,12 +103,8 @@ READ = {
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
     # Numbers keep their text. The field `reward` is the kind of answer.
-    '{"prompt": "1+1=", "answer": 1.10}': (Q, "1.10", "math"),
-    '{"prompt": "1+1=", "answer": 1e3}': (Q, "1e3", "math"),
-    '{"prompt": "1+1=", "answer": 0.30}': (Q, "0.30", "math"),
-    '{"prompt": "1+1=", "answer": -0}': (Q, "-0", "math"),
-    '{"prompt": "1+1=", "answer": SEVENS400}': (Q, "7" * 400, "math"),
-    '{"prompt": "1+1=", "answer": SEVENS5000}': (Q, "7" * 5000, "math"),
+    **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, x, "math") for x in
+       ("1.10", "1e3", "0.30", "-0", "7" * 400, "7" * 5000)},
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
     '{"prompt": "1+1=", "answer": "2", "choices": ["1", "2"], "reward": "math"}': (Q, "2", "math"),
@@ -128,12 +117,9 @@ READ = {
 # Row that is refused -> words of the error message.
 REFUSED = {
     **{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
-    '{"prompt": "", "answer": "2"}': "no problem",
-    '{"prompt": 5, "answer": "2"}': "no problem", '{"prompt": ["x"], "answer": "2"}': "a turn without text",
-    '{"prompt": {"role": "user"}, "answer": "2"}': "no problem",
-    '{"prompt": ASSISTANT, "answer": "2"}': "no problem",
-    '{"prompt": BLANK, "answer": "2"}': "no problem",
-    r'{"prompt": "\u200b", "answer": "2"}': "no problem",
+    **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
+       ('""', "5", '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
+    '{"prompt": ["x"], "answer": "2"}': "a turn without text",
     r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
@@ -151,15 +137,12 @@ REFUSED = {
     '{"prompt": "1+1=", "reward_model": {"style": "rule"}}': "no answer",
     **{f'{{"prompt": "1+1=", "answer": "2", "reward": {kind}}}': "unknown reward" for kind in
        ('"vibes"', "1", "[]", '["math"]', '""', "false")},
-    '{FOUR, "answer": 4}': "none of its choices", '{FOUR, "answer": -1}': "none of its choices",
-    '{FOUR, "answer": "E"}': "none of its choices", '{FOUR, "answer": 0.5}': "none of its choices",
-    '{FOUR, "answer": true}': "none of its choices", '{FOUR, "answer": null}': "none of its choices",
+    **{f'{{FOUR, "answer": {x}}}': "none of its choices" for x in
+       ("4", "-1", '"E"', "0.5", "true", "null")},
     '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 choices",
     '{"question": "1+1=", "choices": ["B", "A"], "answer": "A"}': "fits 2 choices",
-    '{"question": "1+1=", "choices": ["1", null], "answer": 0}': "over 26 choices, or one that",
-    '{"question": "1+1=", "choices": "1 or 2", "answer": 0}': "over 26 choices, or one that",
-    '{"question": "1+1=", "choices": {"1": "x"}, "answer": 0}': "over 26 choices, or one that",
-    '{"question": "1+1=", "choices": MANY, "answer": 0}': "over 26 choices, or one that",
+    **{f'{{"question": "1+1=", "choices": {x}, "answer": 0}}': "over 26 choices, or one that" for x in
+       ('["1", null]', '"1 or 2"', '{"1": "x"}', "MANY")},
     r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "problem lists other choices",
     r'{"prompt": "1+1=\ud800", "answer": "2"}': "lone surrogate",
     r'{"prompt": "1+1=", "answer": "2\udfff"}': "lone surrogate",
@@ -251,8 +234,7 @@ def test_several_data_sets_of_a_row_are_refused(value):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """In Parquet a missing field is null. An integer beside nulls may be stored as a float, but is read as an
-    integer."""
+    """A missing field is null. An integer beside nulls may be a float, but is read as an integer."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -307,9 +289,6 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
         with pytest.raises(UserError) as e:
             list(rows.problem_rows(str(path), "math"))
         assert f"{path} {numbers}" in str(e.value) and "\n" not in str(e.value)
-
-
-# --- conversations
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
@@ -392,9 +371,6 @@ def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path
         load(path, tokenizer, cfg)
 
 
-# --- any row
-
-
 def random_json(rng: random.Random, depth: int = 0):
     """Returns a random JSON value with the field names that rows of data have."""
     words = ["1+1=", "2", "", " ", "A", "B", "x\ny", "\\boxed{2}", "\\boxed{", "#### 7", "user", "assistant",
@@ -436,9 +412,6 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
     assert min(counts.values()) > 1000, counts
 
 
-# --- gold answers
-
-
 def gold_rows(hopeless: int, count: int) -> str:
     """Returns `count` rows as JSON Lines. The gold answers of the first `hopeless` rows can't be graded."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
@@ -457,8 +430,7 @@ def gold_check(tokenizer):
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """If more than 1 % of the gold answers can't be graded, a start without --go is refused. If there are
-    many gold answers, a random sample is checked."""
+    """Over 1 % of such answers need --go. Of many gold answers a random sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -478,8 +450,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """In an evaluation set, gold answers that can't be graded give only a warning. Training data are checked
-    also if only the second term of --reward compares answers."""
+    """Training data are checked also if only the second term of --reward compares answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -490,9 +461,6 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
     train.write_text(gold_rows(3, 10))
     said = gold_check(replace(cfg, reward=(base.reward[0], "math")))
     assert said[-1].startswith("refused: --data: 3 of 10 gold answers can't be graded: gold.jsonl:1 'no'")
-
-
-# --- order and weights
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
@@ -592,8 +560,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """With --max_model_len 20, a prompt of 20 tokens leaves no room for a response, so it is dropped.
-    --eval_response_len 99 makes more room in evaluation, so there it is kept."""
+    """--eval_response_len 99 makes more room in evaluation, so there the prompt is kept."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
@@ -608,9 +575,6 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
         with pytest.raises(UserError, match=f"longer than --{flag} {value} tokens, or leaves no room for a "
                                             "response: with --template plain the shortest has 19"):
             load(path, tokenizer, replace(cfg, **short))
-
-
-# --- the hub
 
 
 def test_data_sets_of_the_hub_come_from_its_cache(tokenizer, tmp_path, monkeypatch):
