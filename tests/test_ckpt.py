@@ -62,8 +62,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """Each safetensors file has one rank's slices of the tensors. Put together, they are the tensors that a
-    resumed run loads. All other files are JSON."""
+    """Put together, the slices in the files are the tensors of a resumed run. Other files are JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -163,8 +162,7 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
 @pytest.mark.parametrize("victim,moment", [
     (0, "samples/step_000000*"), (1, "ckpt/.step_000002*"), (0, "ckpt/.step_000004*")])
 def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, victim, moment):
-    """One of two ranks is killed before the first save, during the first save, or during the second save. The
-    restarted run equals an uninterrupted run."""
+    """A rank is killed before or during a save. The restarted run equals an uninterrupted run."""
     processes, _ = start_ranks(2, ranks.main, dataclasses.replace(base, out=str(tmp_path)))
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
     processes[victim].kill()
@@ -178,8 +176,7 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, v
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tmp_path):
-    """If one of two ranks gets SIGUSR1, both ranks save a checkpoint and end. The resumed run equals an
-    uninterrupted run."""
+    """One of two ranks gets SIGUSR1. The resumed run equals an uninterrupted run."""
     out = tmp_path / "s"
     cfg = dataclasses.replace(base, out=str(out), save_every=0)
     assert run_ranks(2, ranks.stopped, cfg, ranks.has_steps, cfg, 1) == ["", ""]
@@ -240,8 +237,7 @@ def marked(out, steps):
     ({1: 0.3, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.6}, [2, 4, 5], 2),
     ({999_998: 0.1, 999_999: 0.5, 1_000_000: 0.5}, [999_999, 1_000_000], 1_000_000)])
 def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
-    """--keep 2 keeps the two newest checkpoints and the best one, to which the link `best` leads. A folder
-    without COMPLETE is no checkpoint."""
+    """--keep 2 keeps the two newest checkpoints and the best one, to which the link `best` leads."""
     marked(tmp_path, scores)
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -265,26 +261,25 @@ def test_a_config_that_is_another_algorithm_is_refused(two_ranks, base):
 
 
 def test_what_may_differ_on_resume():
-    old = json.loads(json.dumps(dataclasses.asdict(PRESETS["orz-7b"])))
-    free = dict(ranks=4, engine_share=0.5, out="x", pack_len=20000, keep=7, data=("else.jsonl",), steps=9,
-                track=("wandb",))
-    assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **free))) == []
-    debug = dict(layout="debug", prompts_per_step=16, samples_per_prompt=2, critic_updates=1)
-    assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == []
-    debug["prompts_per_step"] = 7  # a flag beats the layout
-    assert changed(old, dataclasses.asdict(dataclasses.replace(PRESETS["orz-7b"], **debug))) == [
+    def differing(old, **changes):
+        saved = json.loads(json.dumps(dataclasses.asdict(old)))
+        return changed(saved, dataclasses.asdict(dataclasses.replace(old, **changes)))
+
+    orz = PRESETS["orz-7b"]
+    assert differing(orz, ranks=4, engine_share=0.5, out="x", pack_len=20000, keep=7, data=("else.jsonl",),
+                     steps=9, track=("wandb",)) == []
+    debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
+    assert differing(orz, prompts_per_step=16, **debug) == []
+    assert differing(orz, prompts_per_step=7, **debug) == [  # a flag beats the layout
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
-    share = dataclasses.replace(PRESETS["orz-7b"], warmup_updates=0.1)  # a fraction of the run's updates
-    old_share = json.loads(json.dumps(dataclasses.asdict(share)))
-    assert changed(old_share, dataclasses.asdict(dataclasses.replace(share, steps=9))) == ["steps: 0 -> 9"]
-    other = dataclasses.replace(PRESETS["orz-7b"], prompts_per_step=16, betas=(0.9, 0.99), seed=1)
-    assert changed(old, dataclasses.asdict(other)) == ["seed: 0 -> 1", "prompts_per_step: 128 -> 16",
-                                                       "betas: [0.9, 0.95] -> [0.9, 0.99]"]
+    share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of the run's updates
+    assert differing(share, steps=9) == ["steps: 0 -> 9"]
+    assert differing(orz, prompts_per_step=16, betas=(0.9, 0.99), seed=1) == [
+        "seed: 0 -> 1", "prompts_per_step: 128 -> 16", "betas: [0.9, 0.95] -> [0.9, 0.99]"]
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
-    """An update with NaN or infinite gradients changes no weight. The third such update in a row ends the
-    run."""
+    """NaN or infinite gradients change no weight. The third such update in a row ends the run."""
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
     assert "in step 0, and the last complete checkpoint is none" in ended
@@ -302,21 +297,15 @@ def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
     assert re.search(r"^rank 1: .*/ranks.py\", line \d+ in hang$", said, re.MULTILINE)
 
 
-def test_the_command_exports_either_model(two_ranks, tmp_path):
-    out = two_ranks[0]
-    for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
-        ckpt.main(["export", str(out), "best", str(tmp_path / who), who])
-        assert json.loads((tmp_path / who / "config.json").read_text())["architectures"] == [architecture]
-        assert (tmp_path / who / "model.safetensors").is_file()
+def test_an_export_of_what_is_not_there_is_refused(two_ranks):
     for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "has no ref"),
                        (["4"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
-            ckpt.main(["export", str(out), *argv])
+            ckpt.main(["export", str(two_ranks[0]), *argv])
 
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    """With --resume PATH a run starts from PATH. After a restart the run continues from its own newest
-    checkpoint. An older checkpoint in the run's own folder is refused."""
+    """A run that began with --resume PATH continues, after a restart, from its own newest checkpoint."""
     (there,), (eight, ten) = marked(tmp_path / "there", [6]), marked(tmp_path / "here", [8, 10])
     new, link = tmp_path / "new", tmp_path / "link"
     link.symlink_to("here")
@@ -346,8 +335,7 @@ def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):
 
 
 def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, capfd):
-    """With --start_from, policy and critic start with the checkpoint's weights and new optimizers. The
-    reference is the checkpoint's policy."""
+    """Policy and critic get new optimizers. The reference is the checkpoint's policy."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "b"), start_from=f"{two_ranks[0]}/2", seed=7, steps=1,
                               lr_decay="constant", kl_coef=0.1)
     source = tmp_path / "a"
@@ -374,8 +362,7 @@ def test_a_start_from_a_model_of_another_shape_is_refused(base, two_ranks, tmp_p
 
 
 def test_signals_are_handled_only_while_training(capfd):
-    """After handle_signals, the earlier signal handlers are back, and the end of the grace period (seconds in
-    which a run that got a signal must stop) does not kill the process."""
+    """Later, the earlier handlers are back, and the end of the grace period does not kill the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -383,9 +370,6 @@ def test_signals_are_handled_only_while_training(capfd):
         assert "SIGUSR1: the run saves and stops when phase" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
     time.sleep(0.5)  # longer than the grace period
-
-
-# --- files of the user stay
 
 
 def tree(folder):
@@ -400,8 +384,7 @@ def copy_of(two_ranks, out):
     return out
 
 
-@pytest.mark.parametrize("where", ["the run", "its folder of checkpoints", "a folder with a file", "a link",
-                                   "a file", "a link to nothing"])
+@pytest.mark.parametrize("where", ["run", "run/ckpt", "mine", "link", "mine/thesis.tex", "dangling"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
     """An export to a path with files of the user is refused, even before the damaged checkpoint is read."""
     run_ = copy_of(two_ranks, tmp_path / "run")
@@ -410,11 +393,9 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
     (tmp_path / "mine" / "thesis.tex").write_text("a year of work")
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "dangling").symlink_to("nothing")
-    out = tmp_path / {"the run": "run", "its folder of checkpoints": "run/ckpt", "a link": "link",
-                      "a folder with a file": "mine", "a file": "mine/thesis.tex"}.get(where, "dangling")
     before = tree(tmp_path)
-    with pytest.raises(UserError, match=f"{out} .*; needed: a new path") as said:
-        ckpt.main(["export", str(run_), "4", str(out)])
+    with pytest.raises(UserError, match=f"{tmp_path}/{where} .*; needed: a new path") as said:
+        ckpt.main(["export", str(run_), "4", f"{tmp_path}/{where}"])
     assert "\n" not in str(said.value) and tree(tmp_path) == before
 
 
@@ -434,8 +415,7 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
 
 
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
-    """`make demo` renames the folder of a finished run. The folder of an unfinished run keeps its name, so
-    that the training resumes."""
+    """The folder of an unfinished run keeps its name, so that the training resumes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "requirements-cpu.txt", ".venv/.demo", "runs/tiny-base-0/tiny.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -458,8 +438,7 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A new checkpoint never replaces a complete checkpoint. It replaces the folder of a crashed save, unless
-    this folder is a link or has files of the user."""
+    """A save replaces the folder of a crashed save, unless the folder is a link or has a user's files."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -490,8 +469,7 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Returns a Saver for the folder `out`, the models that it saves, and the list of its warnings. Every
-    rank must call this function."""
+    """Returns a Saver for `out`, its models, and its list of warnings. Every rank must call this function."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
@@ -520,8 +498,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """A run with a KL term resumes with a moved or re-saved model, but not with another model at the same
-    path. Without a KL term, the weights of the model may differ."""
+    """The model may be moved or saved again. Without a KL term, its weights may differ."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -554,8 +531,7 @@ def in_zones(zones, main, *args):
 
 
 def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_path, capfd):
-    """Two ranks start a run on different dates (in time zones 26 hours apart). The run is resumed and
-    exported on another date. All prompts have the date of rank 0's first start."""
+    """Two ranks start on different dates. Resume and export keep the date of rank 0's first start."""
     tokenizer, folder = make_tokenizer(), shutil.copytree(base.model, tmp_path / "model")
     tokenizer.chat_template = "[{{ strftime_now('%d %b %Y') }}]{{ messages[-1].content }}"
     tokenizer.save_pretrained(folder)
@@ -577,9 +553,6 @@ def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_pat
         assert words in run_ranks(1, ranks.prepared, dataclasses.replace(cfg, **changes))[0]
 
 
-# --- damaged checkpoints
-
-
 def flip(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -588,8 +561,7 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """A file has a changed bit, is cut, or was replaced by another rank's file. Resume, export and `python
-    ckpt.py verify` name this file."""
+    """Resume, export and `python ckpt.py verify` name the file that has changed."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -615,12 +587,8 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     ckpt.main(["verify", str(out)])
 
 
-# --- NaN and infinity
-
-
 def poisoned(out, what):
-    """Saves twice: first only finite numbers, then a NaN weight or an infinite number in the optimizer's
-    state. Returns the second save's message."""
+    """Saves finite numbers, then NaN or infinity on rank 1. Returns the second save's message."""
     saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
@@ -665,12 +633,8 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
     assert not list(disk.iterdir())
 
 
-# --- the user's files in a run's folder
-
-
 def busy(out, steps, disk):
-    """Saves a checkpoint of each step in `steps`, with --keep 1. Calls `disk` after the first save. Returns
-    the warnings."""
+    """Saves each step with --keep 1. Calls `disk` after the first save. Returns the warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
         saver.save(step, wait=True)
@@ -680,8 +644,7 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """A user puts copies of checkpoints, folders, files and links into ckpt/. Saves still work and leave the
-    user's files as they are."""
+    """Saves still work, and leave a user's copies of checkpoints, folders, files and links as they are."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
@@ -713,8 +676,7 @@ def test_notes_in_an_old_checkpoint_stay(tmp_path):
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
-    """If the base model has moved, the error names the old path. With `--model NEW_PATH` the export equals
-    the run's own export, byte by byte."""
+    """With `--model NEW_PATH` the export equals the run's own export, byte by byte."""
     out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
     for folder in ckpt.complete(out):
         state = json.loads((folder / "state.json").read_text())
@@ -723,17 +685,17 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
         mark = ckpt.read_mark(folder)
         (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._describe(folder / "state.json")))
     shutil.copytree(base.model, moved)
-    for who in ("policy", "critic"):
+    for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
         with pytest.raises(UserError, match="no model folder '/gone/base'; needed: --model"):
             ckpt.main(["export", str(out), "4", str(tmp_path / who), who])
         ckpt.main(["export", str(out), "4", str(tmp_path / who), who, "--model", moved])
         ours, theirs = tree(tmp_path / who), tree(two_ranks[0] / "export" / who)
+        assert json.loads(ours["config.json"])["architectures"] == [architecture]
         assert {k: v for k, v in ours.items() if k != "torz.json"} == {
             k: v for k, v in theirs.items() if k != "torz.json"}
 
 
 def test_no_pickle_is_read(two_ranks, base, tmp_path):
-    """Resume, export and model loading never open pickle files."""
     class Payload:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -752,9 +714,6 @@ def test_no_pickle_is_read(two_ranks, base, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# --- exports
-
-
 QUESTIONS = ["12+30=", "  Is 'a' < \"b\"?\\n\n\tpäivää \u2028 \U0001f600 {{ x }} {% if %} {problem} <b>&\n"]
 # A --template file with Jinja's own characters, which a prompt must contain unchanged.
 FILE = "It's \"{problem}\"\\n\n{{ '{problem}' }}{# no #}\U0001f600\n"
@@ -768,8 +727,7 @@ def asked(tokenizer, question, system=""):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
-    """The exported chat template turns one user turn into the tokens of a training prompt. The template
-    refuses a conversation that --template can't express."""
+    """The exported chat template refuses a conversation that --template can't express."""
     tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token
@@ -822,8 +780,7 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """A run is killed right after its last save. The restarted run makes the link `best`, deletes old and
-    unfinished checkpoints, and saves nothing."""
+    """The restarted run makes the link `best`, deletes old and unfinished saves, and saves nothing."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"
