@@ -88,8 +88,7 @@ def test_extractors_have_names_and_others_are_refused():
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
     r"<answer>\boxed{1}</answer>", "\\"])
 def test_every_extractor_takes_linear_time(name, unit):
-    """In linear time 100 kB take 20 times as long as 5 kB. In quadratic time they would take 400 times as
-    long."""
+    """100 kB take 20 times as long as 5 kB. In quadratic time they would take 400 times as long."""
     def seconds(size):
         text = f"<answer>{unit * (size // len(unit))}</answer>"
         start = time.process_time()
@@ -113,16 +112,14 @@ x\le3 ~ (-\infty,3] ~ x \leq 3 ~ x ≤ 3 ~ 3\ge x
 [1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1
 (-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1)
 x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
-1030 ~ 1\,030
 52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9
 7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
-3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117}
+3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117} ~ \sqrt{13}\times3
 -\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2} ~ -2.50
 30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4 ~ 30,000
 a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
 (1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1
 \frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.333333333
-26000 ~ 2.6e4
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
 2i ~ (1+i)^2
@@ -133,7 +130,6 @@ a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
 60\text{ km/h} ~ 60\text{ km per hour} ~ 60
 \$18.90 ~ 18.90 ~ 18.9 dollars ~ $18.90
 5000000 ~ 5 million
-11\sqrt2 ~ \sqrt{242} ~ \sqrt{2}\times11
 ABC ~ \text{ABC}
 \text{(C)} ~ C ~ (C) ~ C.
 \text{Evelyn} ~ evelyn ~ Evelyn.
@@ -173,15 +169,11 @@ x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
 \text{no solution} ~ no solutions
 \emptyset ~ \text{empty set} ~ the empty set
 \text{July }4 ~ July 4th
-x^2+2x+1 ~ (x+1)^2
-1000000 ~ 1,000,000
 0.5 ~ \frac{1}{2} ~ \frac12 ~ \tfrac{1}{2} ~ \dfrac{3}{6} ~ 1/2 ~ 50\%
 0.333333 ~ 1/3
 1.5 ~ 1\frac12
 10^{-7} ~ 0.0000001
-10 ~ 10\text{ cm} ~ \$10
-90 ~ 90^\circ
-5 ~ x=5 ~ $5$
+10 ~ 10\text{ cm} ~ \$10 ~ 10^\circ ~ x=10 ~ $10$
 0.75\pi ~ \frac{3\pi}{4}
 """.strip().splitlines()]
 
@@ -193,8 +185,7 @@ WRONG = [line.split(" ~ ") for line in r"""
 12 ~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ \sqrt{144} ~ \binom{12}{1}
 52_9 ~ 52_8 ~ 52 ~ 47 ~ 529
 7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
-1600 ~ \neq 1600
-331 ~ < 331
+331 ~ < 331 ~ \neq 331
 (2,\infty) ~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ (-\infty,2) ~ 2
 [1,4) ~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
 (-\infty,1)\cup(2,\infty) ~ (-\infty,1] \cup (2,\infty) ~ 1<x<2 ~ x>2
@@ -276,7 +267,6 @@ x^2+2x+2 ~ (x+1)^2
 3/5 ~ 3/4
 2.8 ~ \sqrt{8}
 6 ~ x=5
-[0,1) ~ [0,1]
 3.14 ~ \pi
 seat ~ east
 7 ~ 5$ $7
