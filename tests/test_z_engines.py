@@ -39,8 +39,7 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns ranks.engine_samples of each rank, for engines of two ranks (--tp 2). Must run before this
-    process has a process group, because the fixture forks."""
+    """Returns ranks.engine_samples for --tp 2. Forks, so this process must not have a process group yet."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -177,13 +176,6 @@ def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, pro
     check_logprobs(samples, policy, 1.0)
 
 
-def test_stale_weights_are_refused(engine, policy, prompts):
-    with pytest.raises(RuntimeError, match="step None"):
-        next(iter(responses(engine, prompts, **OPTIONS)))
-    with engine.awake(dist.full_weights(policy), version=2), pytest.raises(RuntimeError, match="step 2"):
-        next(iter(responses(engine, prompts, **OPTIONS)))
-
-
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
     """A sample depends on `key`, prompt_id and sample_id, but not on the samples drawn beside it."""
     many = generate(engine, policy, prompts, n=4)
@@ -234,8 +226,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
 
 
 def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
-    """The text of a response includes the stop string, but not the EOS token. The ids include the EOS
-    token."""
+    """The text includes the stop string, but not the EOS token. The ids include the EOS token."""
     free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
     stop = s.text[4:6]  # two characters of different tokens
@@ -290,9 +281,6 @@ def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base,
     assert got == want[:len(got)] and len(got) > 0
 
 
-# --- waking, sleeping and faults
-
-
 @pytest.fixture
 def vllm(engines):
     return engines[0]["vllm"]
@@ -325,7 +313,11 @@ def test_awake_calls_vllm_in_one_order(vllm, policy, prompts, monkeypatch):
                      ("reset_prefix_cache",), ("enqueue",), ("sleep",)]
 
 
-def test_a_second_awake_is_refused_and_the_first_goes_on(engine, policy, prompts):
+def test_stale_weights_and_a_second_awake_are_refused(engine, policy, prompts):
+    with pytest.raises(RuntimeError, match="step None"):
+        next(iter(responses(engine, prompts, **OPTIONS)))
+    with engine.awake(dist.full_weights(policy), version=2), pytest.raises(RuntimeError, match="step 2"):
+        next(iter(responses(engine, prompts, **OPTIONS)))
     with engine.awake(dist.full_weights(policy), version=3):
         with pytest.raises(RuntimeError, match="awake already, with the weights of step 3"):
             with engine.awake(dist.full_weights(policy), version=4):
@@ -416,8 +408,7 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """If vLLM runs out of memory, the error has the memory table and the flags to change. The engine works
-    again afterwards."""
+    """The error has the memory table and the flags to change. Afterwards the engine works again."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
