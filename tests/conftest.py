@@ -102,8 +102,7 @@ def _rank(target, rank, world, port, file, args):
 
 
 def start_ranks(world: int, target, *args):
-    """Starts `world` processes that run target(*args) with torchrun's environment variables. Returns the
-    processes and a temporary folder for the results."""
+    """Starts ranks that run target(*args). Returns the processes and a temporary folder for the results."""
     import multiprocessing as mp
     import socket
     import tempfile

@@ -96,8 +96,7 @@ def original(path: str) -> torch.nn.Module:
 
 
 def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: float) -> Tensor:
-    """Returns (T,): the log-prob of each token of data.pack(samples), computed by transformers' model `hf`; 0
-    at prompt tokens."""
+    """Returns (T,): each token's log-prob by transformers' model `hf`; 0 at prompt tokens."""
     parts = []
     for s in samples:
         ids, n = torch.tensor([*s.prompt, *s.ids]), len(s.prompt)
@@ -107,10 +106,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Returns the largest differences between our model and transformers' model:
-
-    logp: of a token's log-prob, in nats
-    gradient: norm of the difference of a parameter's two gradients / norm of transformers' gradient"""
+    """Returns the largest differences to transformers' model: "logp" in nats, and "gradient": the norm of the
+    difference of a parameter's two gradients / the norm of transformers' gradient."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -134,8 +131,7 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between the engine's and the trainer's log-prob of a sampled
-    token. kind: torch or vllm. vLLM needs dist.init in this process."""
+    """Returns the largest difference in nats of engine (kind: torch or vllm) and trainer in log-probs."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -168,11 +164,8 @@ def round_to_bf16(module: torch.nn.Module) -> None:
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`. Returns the largest differences between our models and the exports:
-
-    policy: of log-probs, computed by transformers
-    critic: of the value before a sample's last token, computed by transformers
-    critic, loaded again: of all values, computed by our model"""
+    """Exports policy and critic to `out`. Returns the largest differences to the exports: of log-probs and of
+    the values before a sample's last token by transformers, and of all values by our model."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -189,8 +182,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,): the exported critic's value before the last token of each sample, computed by
-    transformers."""
+    """Returns (N,): the exported critic's value before each sample's last token, by transformers."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -34,8 +34,7 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples, four per prompt. Some responses to a prompt begin with the same
-    tokens."""
+    """Returns random graded samples, four per prompt. Some of a prompt begin with the same tokens."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -125,8 +124,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Trains a policy for three updates, once with moves between host and device, and once without. Returns
-    this rank's shards of weights and optimizer state, by name, for both trainings."""
+    """Trains for three updates, with and without moves to the host. Returns this rank's state of both."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -172,8 +170,7 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Returns the largest difference between log-probs in bf16 and fp32, and whether the weights and
-    gradients of the bf16 model are fp32."""
+    """Returns the largest gap of log-probs to fp32, and whether weights and gradients are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -191,8 +188,7 @@ def main(cfg, with_report: bool = False) -> str:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepares a run. Returns the first step as "start", and unsharded weights and optimizer state by name. A
-    user error is returned as its message."""
+    """Prepares a run. Returns its first step ("start") and whole tensors by name, or a user error."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -264,8 +260,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
 
 
 def gap_checked(cfg, gap: float) -> str:
-    """Returns train.check_gap's error message, or "". gap: difference of engine and trainer in nats per
-    token."""
+    """Returns train.check_gap's error message for a gap in nats per token, or ""."""
     dist.init("cpu", "float32")
     meter = Meter()
     meter.add("logp_gap/mean", gap, 1)
@@ -294,10 +289,9 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds, which replaces prompts whose samples have equal rewards. Returns
-    the prompts before ("drawn") and after ("prompts"), prompt_id -> "rewards" for this rank's prompts, the
-    number of prompts in the mean of the metric pass@n ("measured"), and the text of alarms.jsonl
-    ("alarms")."""
+    """Samples step 0 with --resample_rounds. Returns the prompts before ("drawn") and after ("prompts"),
+    prompt_id -> "rewards" for this rank's prompts, the number of prompts in the mean of the metric pass@n
+    ("measured"), and the text of alarms.jsonl ("alarms")."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -324,8 +318,7 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
 
 
 def checked(engine, policy, prompts) -> tuple[str, float]:
-    """Returns the self-check's error message or "", and the mean difference between the log-probs of engine
-    and trainer in nats per token."""
+    """Returns the self-check's error message, and the mean gap of log-probs in nats per token."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -355,7 +348,6 @@ def engine_samples(cfg, prompts, env: str) -> dict:
             samples = engine.generate(mine, dict.fromkeys(mine, 24), temperature, (0, 1, 0), 3)
             out[temperature] = {(s.prompt_id, s.sample_id): s for s in samples}
     out["turns"] = turns_in_rounds(engine, policy, prompts, env)
-
     out["selfcheck"] = checked(engine, policy, prompts)
     dist.gather(None)
     for file in Path("/dev/shm").glob(f"*{port}*cpushm*"):

@@ -89,9 +89,6 @@ def test_a_base_model_is_a_function_of_task_and_seed_and_nothing_is_overwritten(
     assert (path / "notes").is_file() and (other / "model.safetensors").read_bytes() == weights
 
 
-# --- the statistics
-
-
 def test_nineteen_of_twenty_intervals_cover_the_true_mean():
     rng = random.Random(0)
     for n in (2, 5, 10):
@@ -123,8 +120,7 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """The mean of the last five rewards falls below half of its best value at step 12. An alarm at step 12
-    still counts."""
+    """The mean of five rewards falls below half of its best at step 12. That step's alarm counts."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]
@@ -176,9 +172,6 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
             assert (task, key) not in seen, name  # no two variants may have the same settings
             seen.add((task, key))
     assert all({c.variant, c.reference} <= set(ablations.CORE) for c in ablations.CLAIMS)
-
-
-# --- variants that are wrong on purpose
 
 
 @pytest.fixture
@@ -240,8 +233,7 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """Two packs have 4 and 12 tokens. The mean over the update gives each token the weight 1/16. The mean of
-    the packs' means gives the weights 1/8 and 1/24."""
+    """With packs of 4 and 12 tokens, a token's weight is 1/16 in the update's mean, else 1/8 or 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

@@ -28,12 +28,8 @@ from log import read_metrics
 HOST = os.uname().nodename
 
 
-# --- every rank must read the same files
-
-
 def refused(cfg, folder, other):
-    """Trains on two ranks, as if on two hosts (ranks.elsewhere). Returns the error line, which both ranks
-    show."""
+    """Trains as if on two hosts (ranks.elsewhere). Returns the error line that both ranks show."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -101,9 +97,6 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
         check("eval/aime/avg@8")
 
 
-# --- a folder belongs to one run at a time
-
-
 def locked(folder, **owner):
     """Writes to `folder` the lock of process 7 on the host "other". `owner` changes fields of the lock."""
     folder.mkdir(exist_ok=True)
@@ -127,8 +120,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """If the lock's owner is dead, a new run on the same host takes the lock, even if another process has the
-    owner's id."""
+    """A lock with a dead owner is taken, even if another process has the owner's id."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -168,7 +160,6 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
 
 
 def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
-    """A run ends if another run takes the lock of its folder."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
     monkeypatch.setattr("guard.lock.HEARTBEAT", 0.1)
     (process,), folder = start_ranks(1, ranks.main, cfg)
@@ -190,7 +181,6 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 
 def test_a_refused_run_leaves_no_folder(base, tmp_path):
-    """A refused run removes only the folders that it made."""
     (tmp_path / "mine").mkdir()
     for out in ("new/deep/run", "mine", "mine/run"):
         cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
@@ -198,13 +188,9 @@ def test_a_refused_run_leaves_no_folder(base, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
 
-# --- checks before an update
-
-
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
-    """If the log-probs of engine and trainer differ by more than --max_logp_gap, the run ends before the
-    policy's first update and saves nothing of this step."""
+    """A gap of log-probs over --max_logp_gap ends the run before the first update and its save."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
@@ -217,17 +203,13 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """--resample_rounds replaces prompts whose samples have equal rewards. Here all rewards are 0, so the run
-    would replace prompts for ever without the signal."""
+    """All rewards are 0, so without the signal --resample_rounds would replace prompts for ever."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()
     assert run_ranks(2, ranks.stopped, cfg, ranks.samples_for_a_second) == ["", ""]
     assert time.monotonic() - began < 60
     assert ckpt.complete(tmp_path / "o") == read_metrics(tmp_path / "o") == []
-
-
-# --- signals
 
 
 def storm(pid):
@@ -238,8 +220,7 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """In each of the `rounds`, another process sends 800 signals, so some of them arrive while an earlier one
-    is handled. Returns the number of rounds in which a signal requested a stop."""
+    """Handles 800 signals in each round. Returns the number of rounds in which one requested a stop."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0

@@ -55,8 +55,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    """To save memory, the backward pass may compute some layers a second time (--recompute). For any number
-    of such layers, the gradients in bf16 are equal bit by bit."""
+    """The backward pass computes 0, 1 or 2 layers a second time (--recompute), in bf16."""
     pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
@@ -83,7 +82,6 @@ def test_the_torch_engine_agrees_with_the_trainer(folder):
 
 @pytest.mark.parametrize("stop", ["é", "答案：", "ends here, and only here, after forty-one b", "\n\n"])
 def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base):
-    """The torch engine stops at the token that completes the stop string."""
     tokenizer = model.load_tokenizer(tiny)
     engine = TorchEngine(tiny, tokenizer, families.replace(base, stop=(stop,)))
     ids = torch.tensor([tokenizer(f"a b ü {stop[:-1]} x {stop}").input_ids])
@@ -138,9 +136,6 @@ def test_vllm_agrees_with_the_trainer(folder_of):
     assert max(gaps) < 1e-4, gaps
 
 
-# --- dropout
-
-
 def test_dropout_is_off(folder_of):
     path = folder_of("phi3")
     p = data.pack(ranks.make_samples(3))
@@ -150,9 +145,6 @@ def test_dropout_is_off(folder_of):
         args = (p, 1.0) if isinstance(module, model.Policy) else (p,)
         first, second = (torch.stack([*module(*args)]) for _ in range(2))
         assert torch.equal(first, second)
-
-
-# --- models that are refused
 
 
 def changed_folder(source: str, out: Path, **changes) -> str:
@@ -186,8 +178,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
     ("llama", dict(model_type=""), "has model_type '', which")])
 def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_path):
-    """The error for a setting that our model does not compute names the family. The error for an unknown
-    family lists all supported families."""
+    """The error for a setting names the family. That for an unknown family lists all supported ones."""
     path = changed_folder(folder_of(name), tmp_path / "model", **changes)
     with pytest.raises(UserError, match=words) as e:
         model.load_config(path)
@@ -212,9 +203,6 @@ def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
     model.load_config(folder_of("qwen2"))
     with pytest.raises(UserError, match="sliding windows, which varlen_attn"):
         model.load_config(folder_of("olmo3"))
-
-
-# --- a critic of another family
 
 
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
@@ -245,9 +233,6 @@ def test_a_critic_or_a_teacher_with_another_tokenizer_is_refused(folder_of, tmp_
     with pytest.raises(UserError, match=f"--{flag} .* has another vocabulary than"):
         check_vocabularies(cfg, tokenizer)
     check_vocabularies(families.replace(cfg, **{flag: folder_of("granite")}), tokenizer)
-
-
-# --- the Hub
 
 
 @pytest.fixture

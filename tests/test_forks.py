@@ -32,14 +32,12 @@ def told(start: str) -> str:
 
 # A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
 # docs/forking.md.
-
 # Section 1 of docs/forking.md, OPO (arXiv 2505.23585): the baseline is the mean reward, weighted by length.
 OPO = [
     ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
     ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
      told("    if cfg.advantage == ")),
 ]
-
 # Section 1 of docs/forking.md, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
 SAPO = [
     ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
@@ -47,7 +45,6 @@ SAPO = [
     ("grpo.py", '    elif ratio in ("token", "sequence"):',
      told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
 ]
-
 # Section 2 of docs/forking.md: the reference is a moving average of the policy's weights.
 AVERAGE = [
     ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
@@ -55,13 +52,11 @@ AVERAGE = [
             old.copy_(new)
 """, told("    for old, new in zip(run.ref")),
 ]
-
 # Section 3 of docs/forking.md: a new metric is the number of digits in a response.
 DIGITS = [
     ("log.py", '        "reward": [s.reward for s in samples],\n',
      '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
 ]
-
 # Section 4 of docs/forking.md: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [
@@ -70,16 +65,13 @@ ENDS = [
      told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
     ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS),
 ]
-
 # Section 4 of docs/forking.md: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
-
 # Section 5 of docs/forking.md: training data is read from CSV files.
 CSV = [
     ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
     ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
 ]
-
 # Section 6 of docs/forking.md: an engine without a cache computes the whole sequence for each token.
 ENGINE = [
     ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
@@ -87,24 +79,20 @@ ENGINE = [
     ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
      told("from engines.slow_engine")),
 ]
-
 # Section 7 of docs/forking.md: Muon optimizes the matrices of the layers.
 MUON = [
     ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
      "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
      told("    matrices = ")),
 ]
-
 # Section 8 of docs/forking.md: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [
     ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
     ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
 ]
-
 # Section 9 of docs/forking.md: the reward has a second part, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
-
 # Section 12: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
@@ -136,14 +124,10 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """test_turns.py, test_ablations.py and test_reward.py test four Python blocks of docs/forking.md. The
-    edits above use all other blocks."""
+    """test_turns.py, test_ablations.py and test_reward.py test the four blocks that no edit above uses."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
         "advantage", "judge", "limit", "respond"]
-
-
-# --- functions of a fork
 
 
 def become(folder: str) -> None:
@@ -162,8 +146,7 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns, for each kind of --advantage, the fork's advantages and policy gradient. Also returns the
-    samples' "rewards" and "lengths"."""
+    """Returns kind of --advantage -> (advantages, policy gradient), "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -249,9 +232,6 @@ def test_another_ratio(tiny, tmp_path):
     assert (weights - token_weights).norm() / token_weights.norm() > 0.05
 
 
-# --- runs of a fork
-
-
 def train_with(folder: str, fields: dict) -> bool:
     """Trains with the modules in `folder`. Returns whether all steps are done."""
     become(folder)
@@ -305,7 +285,6 @@ def samples_at(out: Path, step: int) -> list[dict]:
 
 
 def test_a_moving_average_as_the_reference(base, tmp_path):
-    """After each step the reference equals a moving average of the policy's weights."""
     out = tmp_path / "run"
     rows = run_fork(fork(tmp_path, AVERAGE), base, out=str(out), kl_coef=0.001, ref_refresh=True, steps=3)
     start = load_file(f"{base.model}/model.safetensors")
@@ -337,8 +316,7 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99. The checkpoint of this step can be
-    exported."""
+    """The run stops after the first step with a mean reward above 0.99, and can be exported."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))
@@ -384,8 +362,7 @@ def test_a_new_engine(base, tmp_path):
 
 
 def test_muon(base, tmp_path):
-    """The first update of each layer matrix equals Muon's formula, although two ranks shard the matrix. A
-    resumed run equals an uninterrupted run."""
+    """The first update of each sharded layer matrix equals Muon's formula."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, out=str(out), steps=2)
@@ -411,8 +388,7 @@ cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf
 
 
 def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
-    """If the run's folder is lost, a new run continues from the S3 bucket. A script replaces the program
-    `aws`."""
+    """If the run's folder is lost, a new run continues from the bucket. A script replaces `aws`."""
     folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
     (tmp_path / "bin").mkdir()
     bucket.mkdir()
@@ -430,8 +406,7 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """The second part is logged as reward/brevity. Gamma and lambda are 1, so each token's return is the sum
-    of both parts."""
+    """Gamma and lambda are 1, so each token's return is the sum of both parts."""
     out = tmp_path / "run"
     reward = (*base.reward, "brevity")
     rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2, reward=reward)

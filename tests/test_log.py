@@ -122,8 +122,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A Logger that starts at step 2 moves the rows from step 2 on to *.old.jsonl, and deletes an incomplete
-    last line."""
+    """A Logger that starts at step 2 moves the rows from step 2 on to *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -235,9 +234,6 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     assert math.isnan(found["beyond/mean"])
 
 
-# --- trackers (--track)
-
-
 COLUMNS = ["step", "problem", "response", "gold", "reward", "advantage", "tokens", "reason"]
 SAMPLE = {"prompt_id": 0, "sample_id": 0, "answer": "3", "reward": 1.0, "reason": "correct", "stopped": True,
           "problem": "1+2=", "gold": "3", "response": "a\udc80é", "tokens": 4, "advantage": 0.5}
@@ -250,8 +246,7 @@ def wandb():
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """Logs `rows` with wandb, in a run that starts at step `start`. Returns the texts of the alarms. If
-    `killed`, the process kills itself two seconds after the last row."""
+    """Logs `rows` with wandb from step `start`, then may kill the process. Returns the alarms' texts."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:
@@ -386,12 +381,8 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
         assert tables == [[0, *map(r.get, COLUMNS[1:])] for r in saved] and len(saved) == 32
 
 
-# --- saved samples
-
-
 def check_rows(rows, cfg):
-    """Checks saved samples: the ids decode to the response, the log-probs equal transformers', and the
-    advantages equal GRPO's formula (arXiv 2402.03300)."""
+    """Checks saved samples: text, log-probs (transformers'), GRPO's advantages (arXiv 2402.03300)."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -436,8 +427,6 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
     run(everything, tmp_path / "more")
     assert read_jsonl(tmp_path / "more" / second) == saved["all"][second]
 
-
-# --- the tables in docs/metrics.md
 
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)

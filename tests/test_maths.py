@@ -58,8 +58,7 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
-    """GAE skips tokens that are not sampled. A reward at such a token counts for the last sampled token
-    before the reward."""
+    """A reward at a token that is not sampled counts for the last sampled token before it."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))

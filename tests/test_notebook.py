@@ -26,8 +26,7 @@ def base(tmp_path_factory) -> str:
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells. Needs its own process, because the cells change the current folder and the
-    environment."""
+    """Runs all code cells, which change the current folder and the environment of the process."""
     import matplotlib
 
     matplotlib.use("Agg")

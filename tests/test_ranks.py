@@ -111,8 +111,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's agent keeps its key-value store when it restarts the ranks. The new ranks do not see keys of
-    earlier ranks."""
+    """torchrun's agent keeps its key-value store when it restarts the ranks."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -204,8 +203,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """The deterministic mode ends with the `with` block, because engines use operations without a
-    deterministic algorithm."""
+    """Engines, outside the block, use operations without a deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

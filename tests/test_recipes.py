@@ -200,8 +200,7 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, two_ranks, tmp_path
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 0.3),
                                                    ("rlvr-8b", "rlvr", 12, 0.15)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    """A tiny chat model that often guesses learns to add. Prompt, extractor, rewards and algorithm come from
-    the preset."""
+    """A tiny chat model learns to add, with the preset's prompt, extractor, rewards and algorithm."""
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
@@ -217,8 +216,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """A random Qwen2.5-0.5B of two layers takes one step on a Parquet file like GSM8K's. The host memory
-    stays below the plan's estimate."""
+    """The model has two layers. The host memory stays below the plan's estimate."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -239,9 +237,6 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
     assert 1 < row["mem/host_peak_gb"] < planned
     assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 32768
-
-
-# --- data
 
 
 class Canned:
@@ -281,8 +276,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """The metric reward/NAME is the mean contribution to the score, over the samples that the grader NAME
-    graded."""
+    """The metric reward/NAME is the mean contribution of the grader NAME to the samples it graded."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -312,7 +306,6 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
     (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):
-    """A grader or extractor for a data set is refused if no row has this data set."""
     cfg = dataclasses.replace(base, **change)
     sets = [[data.Problem("?", (1,), "2", dataset=name) for name in names]
             for names in (["GSM8K", ""], ["aime"])]
@@ -386,9 +379,6 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
             check_parts(problems, tokenizer, dataclasses.replace(cfg, reward=("math", f"{part}=0.5")))
 
 
-# --- metrics of an evaluation
-
-
 def test_each_problem_has_its_own_value_of_each_metric():
     """The metrics equal those of a naive loop, which for pass@k runs over all subsets of k samples."""
     rng, n = random.Random(1), 6
@@ -419,8 +409,7 @@ def gathered(samples, n):
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """The scores are subtracted problem by problem. The standard error of their mean difference is that of a
-    bootstrap, and less than half of the standard error for two independent sets of problems."""
+    """Scores are subtracted problem by problem. The mean's standard error is that of a bootstrap."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -455,17 +444,13 @@ def test_the_repeat_score_is_the_naive_score():
     assert log.reflections("Wait, however, wait, I recheck. However so.") == 4
 
 
-# --- what enters the loss
-
-
 def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
     ids, logp = np.arange(length, dtype=np.int32), np.zeros(length, np.float32)
     return data.Sample(0, 0, (1, 2), ids, logp, stopped, "", 0, reward=reward)
 
 
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
-    """DAPO's length penalty falls from 0 to -1 over the last --overlong_buffer tokens. With --mask_truncated
-    a truncated response is not in the loss."""
+    """DAPO's length penalty falls from 0 to -1 over the last --overlong_buffer tokens."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
     shaped = rollout.shape_rewards(samples, cfg)
@@ -481,8 +466,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """Resampling replaces a prompt if its samples all have the same reward. If such prompts remain, an alarm
-    says so."""
+    """If prompts whose samples have one reward remain after the last round, an alarm says so."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"
@@ -612,8 +596,7 @@ def outcome(argv) -> str:
 
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monkeypatch, capfd):
-    """Three models are evaluated by one command on two ranks. The scores equal those of each model alone on
-    one rank, bit by bit."""
+    """Three models on two ranks have the scores of each model alone on one rank, bit by bit."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
@@ -669,8 +652,7 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """The start is refused if the second model has too few positions, or if vLLM can't run both models in one
-    process. If the second model fails to load, only the first model has results."""
+    """If the second model fails to load, only the first model has results."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

@@ -19,8 +19,7 @@ from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, 
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """Returns a page's tags without attribute values, the texts inside <pre>, and the whole text without
-    tags."""
+    """Returns a page's tags without attribute values, its <pre> texts, and its text without tags."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -145,9 +144,6 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     assert all(word in said for word in words), said
 
 
-# --- several runs of a recipe
-
-
 def run_of(folder, seed, rows, **changes):
     """Writes a run's folder with `rows` and the config PPO with `changes`. Returns the folder."""
     folder.mkdir(parents=True)
@@ -165,8 +161,7 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At each step the band goes from the least to the largest value of the runs, and the line shows the
-    mean."""
+    """At each step the band goes from the least to the largest value. The line is the mean."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -183,12 +178,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
         assert mean == pytest.approx(fmean(values)) if len(values) == 3 else math.isnan(mean)
 
 
-# --- panels
-
-
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """The plot of one recipe has a line for each metric. The plot of several recipes has a line for each
-    recipe."""
+    """One recipe has a line for each metric. Several recipes have a line each."""
     drawn, draw = [], report._draw
     monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
     rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]

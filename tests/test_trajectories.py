@@ -39,9 +39,6 @@ def carrying(base):
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
-# --- one engine
-
-
 def setup(folder: str, **settings):
     settings = dict(stop=tuple("abcdefghijklm"), prompts_per_step=4, samples_per_prompt=3, device="cpu",
                     max_response_len=30, round_len=2, carry=0.75, max_staleness=2) | settings
@@ -186,8 +183,7 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """Between two rounds, unfinished trajectories move from ranks with many to ranks with few. Afterwards the
-    numbers of two ranks differ by at most one. As few trajectories as possible move."""
+    """As few unfinished trajectories as possible move. Afterwards two ranks differ by at most one."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
@@ -271,9 +267,6 @@ def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
     assert later > 0
 
 
-# --- data and files
-
-
 def test_every_prompt_begins_in_one_step():
     for count, carry in ((4, 0.0), (4, 0.5), (5, 0.3), (1, 0.9)):
         cfg = dataclasses.replace(setup_cfg(), prompts_per_step=count, carry=carry)
@@ -290,9 +283,6 @@ def test_what_is_carried_is_written_and_read_as_it_is(six_steps, tmp_path):
     assert sorted(map(repr, read)) == sorted(map(repr, samples))
     assert {(s.ids.dtype.name, s.logp.dtype.name) for s in read} == {("int32", "float32")}
     assert ckpt.read_carried(tmp_path / "nothing") == []
-
-
-# --- whole runs
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +304,7 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
 
 
 def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """A checkpoint has the carried trajectories, so the resumed run has the rewards of the uninterrupted
-    run."""
+    """A checkpoint has the carried trajectories, so the resumed run has the same rewards."""
     out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)

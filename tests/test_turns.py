@@ -34,7 +34,6 @@ import os
 from reward import Reply
 
 def twice(problem, text, turn):
-    """A text, a text, and then the end."""
     return f"{turn}:{problem}" if turn < 3 else None
 
 def paid(problem, text, turn):
@@ -72,11 +71,9 @@ def half(problem, text, turn):
     return chr(0xd800)
 
 def shows(problem, text, turn):
-    """What it was asked, as the reward's sign says whether this is the first turn."""
     return Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)
 
 def counts(problem, text, turn):
-    """The length of what it reads, in a tuple like a Reply."""
     return f"{len(text)};", None, False
 
 class Marked(str):
@@ -98,9 +95,6 @@ def env(tmp_path_factory):
     file = tmp_path_factory.mktemp("env") / "env.py"
     file.write_text(ENV)
     return str(file)
-
-
-# --- the tokens that are trained
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
@@ -132,8 +126,7 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """The mask is True at the tokens that the policy sampled. Only these have log-probs and advantages. A
-    sample's reward is at its last token."""
+    """Only tokens that the policy sampled are in the mask and have log-probs and advantages."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -177,9 +170,6 @@ def test_metrics_tell_sampled_tokens_from_all():
     assert found["turns"] == np.mean([s.turns for s in samples]) > 1
 
 
-# --- the environment's processes
-
-
 def replies(env: str, questions) -> tuple[list, dict]:
     """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
@@ -213,9 +203,6 @@ def test_an_environment_that_fails_is_a_reason(env, name, reason, message):
 def test_one_failure_is_that_trajectorys_alone(env):
     got, _ = replies(f"{env}:fails_on_some", [(f"{n}", "x", 1) for n in range(5, 25)])
     assert [isinstance(reply, Grade) for reply in got] == [n == 10 for n in range(5, 25)]
-
-
-# --- rollouts
 
 
 PROBLEMS = [f"{a}+{b}=" for a in (10, 11) for b in (12, 17)]
@@ -261,8 +248,7 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first turn equals the response without an environment. The environment's text and the policy's next
-    turn follow."""
+    """The first turn equals the response without an environment."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -313,7 +299,6 @@ def test_the_environment_reads_the_last_segment_alone(tiny, env):
 
 
 def test_later_turns_have_their_own_randomness(tiny, env):
-    """Every turn has its own random numbers."""
     seen = []
 
     class Spy(TorchEngine):
@@ -333,8 +318,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """The limits of response and model length hold for all turns together. A trajectory that ends because of
-    --max_turns does not count as truncated."""
+    """A trajectory that ends because of --max_turns does not count as truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
@@ -385,12 +369,6 @@ def test_evaluation_uses_the_environment(tiny, env):
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
     lengths = [row["tokens"] for row in rows]
     assert scores["sums"]["response_len"] == [sum(lengths[i:i + 2]) / 2 for i in range(0, 8, 2)]
-
-
-# --- settings
-
-
-# --- the calculator of docs/forking.md
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
