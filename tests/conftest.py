@@ -133,9 +133,6 @@ def run_ranks(world: int, target, *args):
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
-# --- whole runs
-
-
 REWARD = '''
 def digits(response, answer, kind):
     """Share of digits. Random responses get different rewards, so a random model has something to learn."""

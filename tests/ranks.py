@@ -223,8 +223,7 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Trains as if on two hosts: rank 1 has the host name "other", and sees the folder `other` at the path
-    `folder`. Returns "no root" if this user can't mount folders."""
+    """Trains as if rank 1 had the host name "other", with `other` at the path `folder`. Root only."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -305,8 +304,7 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """Samples conversations with the environment `env`, 5 tokens at a time (--round_len 5). Returns
-    (prompt_id, sample_id) -> (tokens, number of turns, for each token whether the policy sampled it)."""
+    """Samples with `env`, 5 tokens a round. Returns key -> (tokens, turns, which tokens were sampled)."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -328,8 +326,7 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns this rank's samples by (prompt_id, sample_id) for the temperatures 0.0 and
-    1.0, and the results of turns_in_rounds ("turns") and of checked ("selfcheck")."""
+    """Samples with vLLM. Returns samples of both temperatures by key, "turns" and "selfcheck"."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would
@@ -368,8 +365,7 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the messages of check_gold, which looks for gold answers that can't be graded in the data of
-    `cfg`. If it refuses the data, the last message begins with "refused: "."""
+    """Returns the messages of check_gold for the data of `cfg`. A refusal begins with "refused: "."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

@@ -214,8 +214,7 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """The engine samples with weights two steps old and with noise on the logits. The evaluation after the
-    last step has the newest weights and no noise."""
+    """Weights are two steps old, logits have noise. The last evaluation has new weights and no noise."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):

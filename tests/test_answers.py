@@ -8,8 +8,6 @@ from configs import UserError
 from grading import answers
 from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
-# --- extraction
-
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
 # (response, extractor -> answer). An extractor that is not listed finds no answer. Exception: "whole" is

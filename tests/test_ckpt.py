@@ -94,8 +94,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains a model with the optimizer `kind` for 6 steps. If `out` is given, saves after step 3 and resumes
-    from this checkpoint. Returns the warnings, and the weights and optimizer states."""
+    """Trains 6 steps; with `out`, saves after 3 and resumes. Returns the warnings and both models' states."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "versions": {}}
 
@@ -130,8 +129,7 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """The checkpoint has the state after 3 steps, although training continues during the save. Two ranks hold
-    a whole model. Of four ranks, the other two hold the same shards again, and do not write them."""
+    """Training continues during the save. Of four ranks, two hold copies and do not write them."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):

@@ -100,9 +100,6 @@ def settings(cell: str) -> dict:
     return {name: value(text) for name, text in re.findall(r"`(\w+)=([^`]+)`", cell)}
 
 
-# --- what people type
-
-
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
     """Returns what replaces placeholders such as RUN or OUT in the docs' commands."""
@@ -242,9 +239,6 @@ def test_rows_of_data_are_read():
     assert [(r.text, r.answer) for r in found] == [("What is 12 + 30?", "42")] * 7
 
 
-# --- what exists
-
-
 def test_every_flag_exists():
     fields = dataclasses.fields(PlanConfig)
     ours = {f.name for f in fields}
@@ -327,9 +321,6 @@ def test_the_faults_are_those_of_chaos():
     assert all("tests/" in row[3] or row[3] == "`bench/chaos.py` only" for row in table[1:])
 
 
-# --- README's tables
-
-
 def test_readme_is_short_and_starts_with_the_result():
     lines = README.splitlines()
     assert len(lines) <= 180
@@ -396,9 +387,6 @@ def test_a_flag_of_another_library_is_answered_with_ours():
                 with pytest.raises(configs.UserError, match=rf"no flag .*{ours.split('`')[1]}\b.*; needed"):
                     configs.parse(["orz-7b", f"--{name}", "1"])
     assert len(table) > 20
-
-
-# --- docs/algorithms.md
 
 
 def test_the_presets_are_what_their_table_says():

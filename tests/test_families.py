@@ -68,8 +68,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created on the meta device, where tensors have no values. So buffers that no file has, such
-    as rotary frequencies, are computed afterwards. They equal those of transformers in fp32."""
+    """Models are created without values, so buffers (rotary frequencies) are computed afterwards."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):

@@ -181,8 +181,7 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns, for each kind of --ratio, (policy loss, gradient for the log-probs, gradient for the weights).
-    Also returns as "pack" the log-probs, old log-probs, advantages and mask."""
+    """Returns kind of --ratio -> (loss, gradients for log-probs and for weights), and the "pack"."""
     become(folder)
     from dataclasses import replace
 

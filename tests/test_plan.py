@@ -55,9 +55,6 @@ def test_qwen25_7b_has_7_615_616_512_parameters():
         "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
 
 
-# --- bytes
-
-
 def bytes_of(t: torch.Tensor) -> int:
     t = t.to_local() if isinstance(t, DTensor) else t
     return t.numel() * t.element_size()
@@ -145,9 +142,8 @@ def test_memory_of_a_7b_by_hand():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A vLLM that sleeps while the trainer works holds 0.5 GiB of a GPU. A sync (the load of new weights into
-    vLLM) makes a copy of the embedding if the head uses the same weight (1.5b), and copies of embedding and
-    head if vLLM pads the vocabulary (7b with --tp 16)."""
+    """A sleeping vLLM holds 0.5 GiB. A sync of weights into vLLM copies the embedding if the head is the same
+    weight (1.5b), and copies embedding and head if vLLM pads the vocabulary (7b with --tp 16)."""
     c = case("orz-7b", world=32)
     awake, asleep, other = (memory(dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine=kind)))
                             for kind in ("torch", "vllm", "another"))
@@ -179,9 +175,6 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
     assert flops.sum() == 2 * params * 8 + attention
     assert plan.forward_flops(params, layers, heads * head_dim, 8, 34) == flops.sum()
-
-
-# --- number of recomputed layers (--recompute)
 
 
 def peaks(c: plan.Case, name: str) -> dict:
@@ -233,9 +226,6 @@ def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
             assert row["n_a_token"] <= 5.8
 
 
-# --- batches and seconds
-
-
 def test_batches_and_hours_of_orz_7b():
     c = case("orz-7b", "--layout", "production", world=32, prompts=57000)
     table = plan.plan_of(c)
@@ -270,9 +260,6 @@ def test_seconds_scale_as_their_formulas_do():
     assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
     none, half, layers = (phases("--recompute", mode)["policy"] for mode in ("none", "14", "layers"))
     assert half / none == pytest.approx(3.5 / 3) and layers / none == pytest.approx(4 / 3)
-
-
-# --- network
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
@@ -347,9 +334,6 @@ def test_weights_stay_gathered_where_this_saves_seconds_and_fits(gpu, size, netw
         assert sum(plan.traffic(c)[name]["backward"]) == pytest.approx(sends)
 
 
-# --- does it fit?
-
-
 @pytest.mark.parametrize("how,flag", {
     "long packs": (dict(argv=("orz-7b", "--pack_len", "262144"), world=32), "--pack_len 8192"),
     "activations": (dict(argv=("orz-7b", "--recompute", "none"), world=32), "--recompute auto"),
@@ -384,9 +368,6 @@ def test_a_machine_with_too_little_memory_is_refused():
     assert not plan.shortage(dataclasses.replace(small, host=2000 * GIB))
     hosts = case("orz-7b", "--layout", "production", world=32, host=32 * GIB)
     assert "ranks of a machine share 32.0 GiB" in plan.shortage(hosts)
-
-
-# --- output
 
 
 def test_the_command_prints_the_plan_at_once_and_without_torch():

@@ -75,8 +75,7 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, two ranks shard the weights, and the other two hold copies of their shards. Both
-    pairs sum their gradients once an update. Weights that stay gathered are gathered once an update."""
+    """With --shard_ranks 2, two pairs of ranks share shards and sum their gradients once an update."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
     in_each_pack = (True, lambda model, packs: packs)  # dist.accumulate without its rule
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]

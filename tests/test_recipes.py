@@ -356,8 +356,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """The rewards `format` and `tags` need <think> in the response, so they are refused if the prompt ends
-    with <think>. The reward `length` compares a prompt's samples, so it is refused if there is only one."""
+    """`format` and `tags` need <think> in the response. `length` compares several samples of a prompt."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -428,8 +427,7 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
 
 
 def test_the_repeat_score_is_the_naive_score():
-    """The score of a text of n characters is 2 Σ LCP / (n (n + 1)). LCP is the length of the common prefix of
-    two neighbours among the sorted suffixes."""
+    """The score is 2 Σ LCP / (n (n + 1)) over common prefixes (LCP) of neighbours among sorted suffixes."""
     def naive(text):
         suffixes = sorted((text[i:] for i in range(len(text))), key=lambda s: [ord(c) for c in s])
         total = sum(len(os.path.commonprefix([a, b])) for a, b in itertools.pairwise(suffixes))

@@ -155,8 +155,7 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A sample says for each token which version (step) of the weights sampled it. The token's log-prob is
-    the trainer's with these weights. `fresh_tokens` are the tokens of the step's own version."""
+    """A token's log-prob is the trainer's with the weights of the token's version (step)."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)

@@ -377,8 +377,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The test makes every sync lose its weights. The engine already has the right weights, so the self-check
-    finds this fault only when it syncs halved weights and nothing changes."""
+    """The engine has the right weights already, so only a sync of halved weights shows the fault."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
