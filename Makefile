@@ -55,12 +55,12 @@ demo: $(BASE)/tiny.json
 	@if [ -d $(OUT)/export/policy ]; then \
 	  n=1; while [ -e $(OUT).$$n ]; do n=$$((n + 1)); done; \
 	  mv $(OUT) $(OUT).$$n && echo "the finished run $(OUT) is now $(OUT).$$n"; fi
-	.venv/bin/torchrun --standalone --monitor-interval 1 --nproc-per-node $(RANKS) train.py tiny-$(ALGO) --model $(BASE) \
+	.venv/bin/python train.py tiny-$(ALGO) --ranks $(RANKS) --model $(BASE) \
 	  --data $(BASE)/train.jsonl --eval_data $(BASE)/heldout.jsonl --seed $(SEED) --out $(OUT) $(ARGS)
 
 # An interrupted run continues from its last checkpoint.
 gsm8k: .venv/.demo
-	.venv/bin/torchrun --standalone --nproc-per-node 1 train.py gsm8k-0.5b-1gpu $(if $(MODEL),--model $(MODEL)) \
+	.venv/bin/python train.py gsm8k-0.5b-1gpu $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 # Two processes at once take half the time on two cores. All tests that start vLLM are in one of them.

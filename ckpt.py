@@ -18,8 +18,14 @@ holds the GIL.
 A complete checkpoint is never overwritten, and only `prune` deletes one. An export overwrites only an earlier
 export, which has the marker file `torz.json`.
 
-    python ckpt.py export RUN STEP|best|last OUT [critic]  # the policy (or critic) as a Hugging Face folder
-    python ckpt.py verify RUN                              # compare every file with its checksum
+Usage:
+
+    python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
+    python ckpt.py export RUN best OUT       # that of the best checkpoint (--keep_best)
+    python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
+    python ckpt.py verify RUN                # compare every file with its checksum
+
+RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved: --model PATH at the end.
 """
 
 import fnmatch
@@ -36,6 +42,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import configs  # noqa: F401 (first, because it says what to type if no package is installed)
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as td
@@ -656,15 +665,16 @@ def main(argv: list[str]) -> None:
     """The command line of ckpt.py. Raises UserError."""
     words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
     match words:
-        case ["-h" | "--help"]:
+        case [] | ["-h" | "--help"]:
             print(__doc__)
         case ["verify", run]:
             verify(Path(run))
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
-            raise UserError(f"unknown command: ckpt.py {' '.join(argv)}; needed: python ckpt.py export RUN "
-                            "STEP|best|last OUT [critic] [--model PATH], or ckpt.py verify RUN")
+            raise UserError(f"unknown command: ckpt.py {' '.join(argv)}; needed: "
+                            "python ckpt.py export RUN STEP|best|last OUT [critic] "
+                            "[--model PATH], or ckpt.py verify RUN")
 
 
 if __name__ == "__main__":

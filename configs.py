@@ -23,6 +23,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
+if importlib.util.find_spec("tyro") is None:  # every command imports this file before any package
+    sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
 
 
 class UserError(Exception):
@@ -66,7 +69,7 @@ def show(text: str) -> None:
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
-    The first rank of each machine prints the error as one line."""
+    The first rank of each machine prints the error as one line. For its ranks, dist.launch prints it."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
         stream.reconfigure(errors="backslashreplace")
     try:
@@ -74,7 +77,8 @@ def user_errors(prog: str) -> Iterator[None]:
     except UserError as e:
         line = printable(f"{prog}: {e}")
         tell_torchrun(line)
-        sys.exit(line if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+        silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
+        sys.exit(1 if silent else line)
     except KeyboardInterrupt:  # a traceback would hide the last messages
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed the pipe
@@ -129,26 +133,34 @@ LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by 
 class Config:
     """All settings of a run."""
 
-    # --- models and data
-    algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
+    # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
+    eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
+    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
+    steps: Amount = 0  # number of steps of the run, a step is one rollout and its updates; 0: not given
+    out: str = ""  # the run's folder; empty: runs/PRESET
+    prompts_per_step: Count = 128  # number of prompts sampled in each step
+    samples_per_prompt: Count = 64  # number of responses to each prompt
+    max_response_len: Count = 8000  # maximum tokens of a response
+    policy_lr: Positive = 1e-6  # learning rate after warm-up
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference, or with --ref_model a metric only
+    ranks: Amount = 0  # number of ranks; up to 8 are started without torchrun; 0: any number
+
+    # --- the algorithm, models and data
+    algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
     critic_model: str = ""  # the critic's base model, a folder or an id of the Hub; empty: --model
     ref_model: str = ""  # the KL term's reference, for example a teacher: a folder or an id; empty: --model
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
-    eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
     date: str = ""  # the day YYYY-MM-DD that a chat template prints; empty: the day of the run's first start
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
-    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
-    out: str = ""  # the run's folder; empty: runs/PRESET
 
-    # --- length of the run: one of steps, epochs, total_episodes. A step is one rollout and its updates
-    steps: Amount = 0  # number of steps of the run; 0: not given
+    # --- length of the run: one of steps, epochs, total_episodes
     epochs: Amount = 0  # number of passes over the prompts; 0: not given
     total_episodes: Amount = 0  # number of responses of the run; 0: not given
     eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
@@ -157,10 +169,7 @@ class Config:
     start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
     # --- the batch
-    prompts_per_step: Count = 128  # number of prompts sampled in each step
-    samples_per_prompt: Count = 64  # number of responses to each prompt
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
-    max_response_len: Count = 8000  # maximum tokens of a response
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
@@ -187,7 +196,6 @@ class Config:
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
     # --- optimizers: AdamW with fp32 weights and state
-    policy_lr: Positive = 1e-6  # learning rate after warm-up
     critic_lr: Positive = 5e-6  # learning rate after warm-up
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
@@ -204,7 +212,6 @@ class Config:
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)
     freeze_policy_steps: Amount = 0  # number of steps at the start that train only the critic
-    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference, or with --ref_model a metric only
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
     ref_refresh: bool = False  # copy the policy to the reference after each epoch; off with --ref_model
@@ -221,7 +228,6 @@ class Config:
 
     # --- where and how it runs
     layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: up to 32; any: any
-    ranks: Amount = 0  # number of ranks that torchrun must start; 0: any number
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that share a model; 0: all; auto: a node's
@@ -591,14 +597,12 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
     """Returns the layout's name. Without --layout, the environment variable DEBUG_MODE decides: True means
-    debug, as in Open-Reasoner-Zero; if it is not set, `default`. Raises UserError for an unknown name or
-    value."""
+    debug, as in Open-Reasoner-Zero; if it is not set, `default`. Raises UserError for an unknown value of
+    DEBUG_MODE."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
-    require(name in LAYOUTS, f"no layout {name!r}{nearest(name, list(LAYOUTS))}",
-            "--layout " + ", ".join(LAYOUTS))
-    return name
+    return name if name in LAYOUTS else "any"  # `parse` refuses an unknown name
 
 
 def layout_fields(preset: str, layout: str) -> dict[str, Any]:
@@ -620,21 +624,23 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    presets, ranks, name = ", ".join(PRESETS), os.environ.get("WORLD_SIZE"), ""
+    ranks, name = os.environ.get("WORLD_SIZE"), ""
     typed = bool(argv) and not argv[0].startswith("-")
     if typed:
         name = argv.pop(0)
     elif ranks or {"-h", "--help"} & set(argv):
         name = "orz-7b"
-    require(name != "", "no preset given", f"{prog} PRESET, one of: {presets}")
-    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))}", f"one of {presets}")
+    usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
+    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags", usage)
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
-    for field in given:
+    for field, word in given.items():
         # verl and OpenRLHF put the names of sections in front: --train.micro_batch_size
         ours = next((f": --{k} does that" for k, words in FOREIGN.items()
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
                 f"a flag that {prog} --help lists")
+        require(not word.isalnum() or not isinstance(getattr(kind, field, 0), bool),
+                f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
     layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
@@ -643,24 +649,31 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
         base["eval_data"] = ()
     if given.keys() & LENGTHS:
         base |= dict.fromkeys(LENGTHS, 0)
-    errors = io.StringIO()
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             cfg = tyro.cli(kind, default=kind(**vars(PRESETS[name]) | base), args=argv,
-                           prog=f"{prog} {name}", use_underscores=True,
-                           description=f"{prog} PRESET [--flag value …]. Presets: {presets}.")
+                           prog=f"{prog} {name}", use_underscores=True)
     except SystemExit as e:
+        text = said.getvalue()
         if not e.code:  # --help
+            print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(text), sep="\n\n")
             raise
-        # keep only the message of tyro's coloured box
-        text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]", "", errors.getvalue().partition("\n")[2])
-        text = " ".join(re.split("For full helptext|Argument helptext", text)[0].split())
-        raise UserError(f"{text}; see {prog} {name} --help") from None
+        text = " ".join(re.split("-{9,}", text)[1].split()).strip(".")  # between tyro's title and its hints
+        raise UserError(f"{text.replace('. Expected', '; needed:')}; see {prog} {name} --help") from None
     cfg.check_length()
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
     return cfg
+
+
+def in_groups(text: str) -> str:
+    """Returns tyro's text of --help with a title above each group of flags. The titles are the comments
+    `# --- title` in the source of Config."""
+    for title, first in re.findall(r"# --- (.+)\n    (\w+):", inspect.getsource(Config)):
+        text = text.replace(f"\n  --{first} ", f"\n\n {title}\n  --{first} ")
+    return text
 
 
 def check_paths(cfg: Config) -> None:

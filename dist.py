@@ -8,6 +8,7 @@ ranks does not change the result."""
 import contextlib
 import datetime
 import faulthandler
+import logging
 import os
 import pickle
 import secrets
@@ -50,6 +51,25 @@ class World:
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+
+def launch(ranks: int) -> int | str:
+    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status, or a line
+    that says why the first rank that failed has failed."""
+    from torch.distributed import run  # imported here, because only this function needs torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException, errors
+
+    os.environ["TORZ_LAUNCHED"] = ""
+    logging.disable()  # torchrun logs a line for each rank that it ends
+    try:
+        run.run(run.parse_args(["--standalone", "--monitor-interval=1", f"--nproc-per-node={ranks}",
+                                *sys.argv]))
+    except SignalException as e:  # such as ctrl-C; the ranks have ended
+        return 128 + e.sigval
+    except errors.ChildFailedError as e:
+        # the text that configs.tell_torchrun wrote, and a line of "="
+        return str(e).splitlines()[-2].strip().removeprefix("traceback : ")
+    return 0
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:

@@ -1,6 +1,6 @@
 """The training loop: reinforcement learning from verifiable rewards, with PPO or with GRPO.
 
-    python -m tools.tiny && torchrun --nproc-per-node 2 train.py tiny-ppo --steps 30
+    python -m tools.tiny && python train.py tiny-ppo --ranks 2 --steps 30
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import (
+    NODE,
     Config,
     Say,
     UserError,
@@ -54,6 +55,10 @@ if __name__ == "__main__":  # before the slow `import torch`: --help and wrong f
         check_paths(CONFIG)
     set_allocator()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C before the training loop starts
+    if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
+        import dist  # slow, like torch
+
+        sys.exit(dist.launch(CONFIG.ranks))
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 

@@ -41,16 +41,15 @@ from tools import plan
 
 def check_ranks(cfg: Config, ranks: int) -> None:
     """Raises UserError if --layout, --tp or --shard_ranks does not allow this number of ranks."""
-    nodes = (f"--nnodes {cfg.ranks // NODE} --nproc-per-node {NODE}" if cfg.ranks > NODE
-             else f"--nproc-per-node {cfg.ranks}")
     require(cfg.ranks in (0, ranks),
-            f"--layout {cfg.layout} is for {cfg.ranks} ranks, and {ranks} were started",
-            f"torchrun {nodes} train.py …, or --layout any")
+            f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
+            f"torchrun --nnodes {-(-cfg.ranks // NODE)} --nproc-per-node "
+            f"{min(cfg.ranks, NODE)} train.py …, or --ranks {ranks}")
     require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
             f"a multiple of {cfg.tp} ranks, or --tp 1")
     require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
             f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
-            "a divisor of the number of ranks, or 0")
+            "--shard_ranks auto, 0, or a divisor of the number of ranks")
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:

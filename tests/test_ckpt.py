@@ -325,8 +325,9 @@ def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):
     two, four = marked(out, [2, 4])
     (out / "ckpt" / "best").symlink_to(two.name)
     monkeypatch.chdir(tmp_path)
-    for name, path in ((out, four), (f"{out}/4", four), (f"{out}/2", two), (two, two), ("run/../run", four),
-                       (f"{out}/best", two), ("run/ckpt/best", two), (f"{out}/ckpt/../2", two)):
+    for name, path in ((out, four), (f"{out}/4", four), (f"{out}/step_000002", two), (two, two),
+                       ("run/../run", four), (f"{out}/best", two), ("run/ckpt/best", two),
+                       (f"{out}/ckpt/../2", two)):
         assert ckpt.named(str(name)) == path, name
     with pytest.raises(UserError, match="no complete checkpoint; needed: one of step_000002, step_000004"):
         ckpt.named(f"{out}/3")
@@ -412,6 +413,11 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
     assert json.loads((theirs.parent / "torz.json").read_text())["step"] == 4
 
 
+def test_ckpt_alone_says_what_to_type(capsys):
+    ckpt.main([])
+    assert "python ckpt.py export RUN last OUT " in capsys.readouterr().out
+
+
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
     """The folder of an unfinished run keeps its name, so that the training resumes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -420,7 +426,7 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
         (tmp_path / name).touch()
     out = tmp_path / "runs" / "mine"
     (tmp_path / ".venv/bin").mkdir()
-    program = tmp_path / ".venv/bin/torchrun"  # writes $N to a file instead of training
+    program = tmp_path / ".venv/bin/python"  # writes $N to a file instead of training
     program.write_text(f"#!/bin/sh\nmkdir -p {out}$DONE; [ -f {out}/n ] || echo $N > {out}/n\n")
     program.chmod(0o755)
 

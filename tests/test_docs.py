@@ -54,7 +54,8 @@ CANNOT = {
         "make demo", "make gsm8k", "make rehearse", "make chaos", "make bench", "python -m bench.tasks",
         "python -m bench.tail", "python -m bench.chaos", "python -m bench.ablations",
         "python -m tools.evaluate", "python train.py tiny-grpo"),
-    "needs a GPU, a cluster or a network": ("torchrun", "sbatch", "srun", "pip install"),
+    "needs a GPU, a cluster or a network": (
+        "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout"),
     "needs the history of the repository": ("git show",),
     "serves until it is stopped": ("tensorboard",),
     "is this, or a part of it": ("make test", "ruff check"),
@@ -160,7 +161,7 @@ def test_commands_that_can_run_here_do(placeholders):
 def test_commands_that_cannot_run_here_are_taken_by_torchrun_and_train():
     seen = 0
     for command in commands():
-        at = command.find("torchrun ")
+        at = max(command.find("torchrun "), command.find("python train.py orz-7b --layout"))
         if "train.py" not in command or at < 0:
             continue
         words = [w for w in shlex.split(command[at:])[1:] if w != "…"]

@@ -19,15 +19,17 @@ from engines import vllm_engine
 
 # Mistake -> (arguments of train.py, part of the error). These errors come before torch is imported.
 AT_ONCE = {
-    "no preset": ("", "no preset given; needed: train.py PRESET, one of: tiny-ppo, "),
-    "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?); needed: "),
+    "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
+    "flags before the preset": ("--go tiny-ppo", "no preset '' before the flags; needed: train.py PRESET"),
+    "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
     "a word for a number": ("orz-7b --steps ten", "--steps"),
     "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
-    "an algorithm's name": ("orz-7b --algo reinforce", "--algo"),
-    "a layout's name": ("orz-7b --layout prod", "no layout 'prod' (did you mean production?); needed: "),
+    "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
+    "a choice": ("orz-7b --lr_decay cosin", "'--lr_decay'; needed: one of ('constant', 'linear', 'cosine')"),
+    "a layout's name": ("orz-7b --layout prod", "argument '--layout'; needed: one of ('any', 'debug', 'prod"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
@@ -70,8 +72,8 @@ AT_ONCE = {
 
 # Mistake -> (more arguments of train.py, part of the error). These errors come after torch is imported.
 ON_RANKS = {
-    "layout debug": ("--layout debug", "8 ranks, and 2 were started; needed: torchrun --nproc-per-node 8"),
-    "layout production": ("--layout production", "needed: torchrun --nnodes 4 --nproc-per-node 8"),
+    "layout debug": ("--layout debug", "--ranks is 8 (--layout debug), and 2 were started; needed: torchrun"),
+    "layout production": ("--layout production", "--nnodes 4 --nproc-per-node 8 train.py …, or --ranks 2"),
     "ranks no multiple of tp": ("--tp 3", "engines of --tp 3; needed: a multiple of 3 ranks"),
     "no vllm": ("--engine vllm", "vllm can't be imported"),
     "no GPU": ("--device cuda", "0 GPUs on "),
@@ -191,11 +193,24 @@ def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
     assert wrong.stderr.decode().startswith(f"reward.py: no data file {ascii(HOSTILE)[1:-1]}; needed: ")
 
 
-@pytest.mark.parametrize("wait", ["loading", "problems from"])
-def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, base, tiny, tmp_path):
+def test_without_the_environment_a_command_says_what_to_activate():
+    for words in ("train.py", "ckpt.py", "reward.py", "-mtools.plan", "-mtools.report", "-mtools.tiny"):
+        done = subprocess.run([sys.executable, "-S", words], cwd=ROOT, capture_output=True, text=True)
+        assert done.stderr == f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate\n"
+
+
+def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_path):
+    command = [sys.executable, f"{ROOT}/train.py", "tiny-ppo", "--ranks", "2", "--tp", "3", "--model", tiny,
+               "--data", *base.data, "--device", "cpu", "--out", f"{tmp_path}/run"]
+    line = subprocess.run(command, stderr=subprocess.PIPE, text=True).stderr
+    assert re.fullmatch("train.py: 2 ranks can't be divided .*--tp 3; needed: .* or --tp 1\n", line), line
+
+
+@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("problems from", "2")])
+def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, ranks, base, tiny, tmp_path):
     """Ctrl-C comes during the import of torch, or while the run is prepared."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
-               "--eval_data", *base.data, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
+               "--ranks", ranks, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while wait not in process.stdout.readline():
         assert process.poll() is None
