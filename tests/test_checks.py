@@ -171,7 +171,6 @@ def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
-    """A folder with a config.json that no run wrote is refused and stays unchanged."""
     (tmp_path / "config.json").write_text("{}")
     cfg = dataclasses.replace(base, out=str(tmp_path), steps=1)
     assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]

@@ -197,7 +197,6 @@ def disk(request, tmp_path):
 
 @pytest.mark.parametrize("disk", ["32m"], indirect=True)
 def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
-    """If the disk is full during a save, this save fails with a warning, and the run continues."""
     out = disk / "run"
 
     def fill():
@@ -630,7 +629,6 @@ def exported(base, out):
 
 @pytest.mark.parametrize("disk", ["64k"], indirect=True)
 def test_an_export_that_finds_no_space_is_one_line(disk, base):
-    """If the disk is full, all ranks show the same line, and no unfinished file is left."""
     for said in run_ranks(2, exported, base, disk / "hf"):
         assert said.startswith(f"{os.uname().nodename}: {disk}/hf can't be written (")
         assert "needed: space" in said
@@ -668,7 +666,6 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
 
 
 def test_notes_in_an_old_checkpoint_stay(tmp_path):
-    """A save that deletes an old checkpoint keeps a user's file in that folder, and prints one warning."""
     (tmp_path / "big").mkdir()
     (tmp_path / "ckpt").symlink_to(tmp_path / "big")
     old = tmp_path / "ckpt" / "step_000001"
@@ -763,7 +760,6 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
 
 
 def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
-    """Every checkpoint contains the text of the --template file."""
     (tmp_path / "ask.txt").write_text("Q: {problem} A:")
     cfg = dataclasses.replace(base, template=str(tmp_path / "ask.txt"), steps=1, eval_data=(), save_every=1)
     run(cfg, tmp_path / "run")

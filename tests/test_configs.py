@@ -75,8 +75,7 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
-    """--help shows each flag with its comment in `Config` and its default in the preset, in the groups of
-    `Config`. The first group has twelve flags."""
+    """Flags stand in the groups of `Config`. The first group has twelve."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
         parse(["tiny-grpo", "--help"])
@@ -100,7 +99,6 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
 
 
 def test_a_number_out_of_its_range_is_one_line():
-    """Every numeric flag refuses NaN, infinity and values outside its range."""
     allowed = configs.ranges()
     number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part|Beta)\b")
     numbers = {f.name for f in dataclasses.fields(configs.Config) if number.search(f.type)}

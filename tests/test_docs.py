@@ -391,7 +391,6 @@ def test_a_flag_of_another_library_is_answered_with_ours():
 
 
 def test_the_presets_are_what_their_table_says():
-    """Each preset has a row with its paper and with the settings that differ from its base preset."""
     (table,) = tables(DOCS["docs/algorithms.md"], "preset")
     assert sorted(row[0].strip("`") for row in table[1:]) == sorted(PRESETS)
     compared = 0

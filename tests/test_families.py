@@ -205,7 +205,6 @@ def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
 
 
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
-    """The critic is exported by the run, and again by ckpt.export."""
     critic = folder_of("gemma3_text")
     cfg = {"model": folder_of("granite"), "critic_model": critic}
     run = tmp_path / "run"

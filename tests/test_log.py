@@ -157,7 +157,6 @@ def test_a_response_may_hold_what_utf8_has_not(tmp_path):
 
 
 def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
-    """A run that is killed after `stop` steps and resumed from step `start` raises each alarm once."""
     rows = learning(50)
     for r in rows[15:25] + rows[40:]:
         r |= WRONG["clip"][0] | WRONG["gap"][0]
@@ -296,7 +295,6 @@ def tracked_by_wandb(out):
 
 
 def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
-    """After a kill and a resume, wandb has one run with every step once."""
     out = tmp_path / "my-run"
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1)} for i in range(6)]
@@ -329,7 +327,6 @@ class ListTracker(Tracker):
 
 
 def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch):
-    """A tracker fails at one step. After a resume the tracker gets all other steps."""
     monkeypatch.setitem(TRACKERS, "list", ListTracker)
     rows, cfg = learning(6), dataclasses.replace(PPO, track=("list",))
 

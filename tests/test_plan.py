@@ -398,7 +398,6 @@ def said_by(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, said_by):
-    """The plan's text contains every number of the --json output."""
     said = said_by(f"{name} --ranks 8")
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
     lines = plan.as_text(said)

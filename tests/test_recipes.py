@@ -261,7 +261,6 @@ def graded(cfg, *problems):
 
 
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
-    """--reward and --extractor may name a function or an extractor for the rows of one data set."""
     (tmp_path / "mine.py").write_text("def follows(response, answer, kind):\n    return 0.25\n")
     cfg = dataclasses.replace(base, extractor=("boxed", "GSM8K=last_number"),
                               reward=("math=3", f"ifeval@{tmp_path}/mine.py:follows", "format"))
@@ -637,7 +636,6 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
-    """If more than 1 % of the gold answers can't be graded, the evaluation is refused without --go."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -81,7 +81,6 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
-    """The run has 48 samples in each of 30 steps. The report shows at most 6 steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):

@@ -499,7 +499,6 @@ def write_files(folder: Path, *counts: int) -> tuple[str, ...]:
 
 
 def test_weights_are_each_files_own(tokenizer, tmp_path):
-    """With --data_weights, an epoch has each file's number of problems times the file's weight."""
     files = write_files(tmp_path, 40, 8, 20)
     cfg = replace(CFG, data=files, data_weights=(0.25, 0.25, 2.0), prompts_per_step=52)
     problems = data.load_problems(files, tokenizer, cfg, str)

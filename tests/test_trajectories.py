@@ -205,7 +205,6 @@ def test_without_carry_rounds_change_neither_prompts_nor_versions(tiny):
 
 @pytest.mark.parametrize("round_len", [1, 3])
 def test_a_stop_string_that_a_round_cuts_ends_the_response(tiny, round_len):
-    """A response ends at the first stop string, even if one round ends and the next begins inside it."""
     settings = dict(round_len=round_len, stop=PAIRS, prompts_per_step=8)
     samples = run_ranks(1, sampled, [tiny], settings)[0][0][0][1]
     tokenizer, ended = model.load_tokenizer(tiny), 0

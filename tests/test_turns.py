@@ -372,7 +372,6 @@ def test_evaluation_uses_the_environment(tiny, env):
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
-    """The model can guess a sum, or call a calculator in a first turn. It learns to call the calculator."""
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15

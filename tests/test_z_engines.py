@@ -177,7 +177,6 @@ def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, pro
 
 
 def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
-    """A sample depends on `key`, prompt_id and sample_id, but not on the samples drawn beside it."""
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
