@@ -42,9 +42,6 @@ def paid(problem, text, turn):
 def solves(problem, text, turn):
     return r"<answer>\\boxed{1}</answer>" if turn == 1 else None
 
-def endless(problem, text, turn):
-    return ">"
-
 def hangs(problem, text, turn):
     while True:
         pass
@@ -52,23 +49,8 @@ def hangs(problem, text, turn):
 def raises(problem, text, turn):
     raise KeyError(turn)
 
-def floods(problem, text, turn):
-    return "1" * 1000
-
-def drowns(problem, text, turn):
-    return "1" * 10**8
-
 def exits(problem, text, turn):
     os._exit(3)
-
-def lies(problem, text, turn):
-    return Reply("text", reward=float("nan"))
-
-def mumbles(problem, text, turn):
-    return 3.5
-
-def half(problem, text, turn):
-    return chr(0xd800)
 
 def shows(problem, text, turn):
     return Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)
@@ -87,6 +69,9 @@ def fails_on_some(problem, text, turn):
         os._exit(3)
     return None
 '''
+ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, value in {
+    "endless": "'>'", "floods": "'1' * 1000", "drowns": "'1' * 10**8", "mumbles": "3.5",
+    "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))"}.items())
 
 
 @pytest.fixture(scope="module")
