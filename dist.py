@@ -67,8 +67,8 @@ def launch(ranks: int) -> int | str:
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval
     except errors.ChildFailedError as e:
-        # the text that configs.tell_torchrun wrote, and a line of "="
-        return str(e).splitlines()[-2].strip().removeprefix("traceback : ")
+        # the text that configs.tell_torchrun wrote, then a line of "="
+        return str(e).rstrip("= \n").splitlines()[-1].strip().removeprefix("traceback : ")
     return 0
 
 
