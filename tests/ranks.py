@@ -52,8 +52,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins the process group through the key-value store at `port`; the rank `late` comes a second late.
-    Returns the sum of rank + 1 over the group, and whether it sees the key that an earlier group has set."""
+    """Joins the process group at `port`. Returns the sum of rank + 1, and whether an earlier key is seen."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -239,8 +238,7 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Runs a NaN update, a finite update, and three non-finite updates. Returns whether the first update
-    changed nothing, whether the finite update changed the weights, and the last error message."""
+    """Returns whether a NaN update changed nothing, whether the next one moved, and the last error."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()

@@ -23,9 +23,9 @@ FORMATS = [
     (r"so $\boxed{42}$.", dict(boxed="42", last_number="42")),
     (r"The final answer is $\boxed{42}$.", dict(boxed="42", dapo="42", last_number="42")),
     (r"\[ \boxed{\frac{1}{2}} \]", dict(boxed=r"\frac{1}{2}", last_number="2")),
-    (r"\boxed{41}, \boxed{42}", dict(boxed="41; 42", last_number="42")),
-    (r"$\boxed{41}$ and $\boxed{42}$", dict(boxed="41; 42", last_number="42")),
-    (r"\boxed{41}\boxed{42}", dict(boxed="41; 42", last_number="42")),
+    *((text, dict(boxed="41; 42", last_number="42")) for text in (
+        r"\boxed{41}, \boxed{42}", r"$\boxed{41}$ and $\boxed{42}$", r"\boxed{41}\boxed{42}",
+        r"$\boxed{41} \quad \text{or} \quad \boxed{42}$", r"\(\boxed{41}\) and \(\boxed{42}\)")),
     (r"first \boxed{41}. After a check it is \boxed{42}", dict(boxed="42", last_number="42")),
     (r"\boxed 5", dict(boxed="5", last_number="5")),
     (r"\boxed5", dict(boxed="5")),
@@ -38,13 +38,11 @@ FORMATS = [
     ("#### 42", dict(gsm8k="42", last_number="42")),
     ("12 + 30 = 42\n#### 1,042", dict(gsm8k="1,042", last_number="1,042")),
     ("#### 1\n#### $2", dict(gsm8k="$2", last_number="2")),
-    ("work\n\nAnswer: 42", dict(dapo="42", last_number="42")),
-    ("Answer: 42\n\n", dict(dapo="42", last_number="42")),
+    *((text, dict(dapo="42", last_number="42")) for text in (
+        "work\n\nAnswer: 42", "Answer: 42\n\n", "**Final Answer**: 42", "The answer is: 42",
+        "The final answer is 42. I hope it is correct.")),
     ("**Answer:** $x+1$", dict(dapo="$x+1$", last_number="1")),
     (r"Answer: \boxed{42}", dict(boxed="42", dapo="42", last_number="42")),
-    ("**Final Answer**: 42", dict(dapo="42", last_number="42")),
-    ("The answer is: 42", dict(dapo="42", last_number="42")),
-    ("The final answer is 42. I hope it is correct.", dict(dapo="42", last_number="42")),
     ("Answer: 1\na\nb\nc", dict(last_number="1")),
     ("The answer is (C).", dict(dapo="(C).", letter="C")),
     ("Answer: C", dict(dapo="C", letter="C")),
@@ -59,8 +57,6 @@ FORMATS = [
     ("x = -3/4", dict(last_number="-3/4")),
     ("x = −５\u200b", dict(last_number="-5")),
     ("Answer: Q", dict(dapo="Q", letter="Q")),
-    (r"$\boxed{2} \quad \text{or} \quad \boxed{5}$", dict(boxed="2; 5", last_number="5")),
-    (r"\(\boxed{2}\) and \(\boxed{5}\)", dict(boxed="2; 5", last_number="5")),
 ]
 
 

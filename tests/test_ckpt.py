@@ -140,7 +140,6 @@ def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
 
 
 def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
-    """If a file is cut or missing, the checkpoint's folder keeps its temporary name."""
     whole = two_ranks[0] / "ckpt" / "step_000004"
     files = {name: entry for name, entry in ckpt.read_mark(whole).items() if name != "state.json"}
     for case in ("whole", "cut", "missing"):
@@ -394,7 +393,6 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
 
 
 def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
-    """An export may go to a new path, into an empty folder or over an earlier export."""
     (tmp_path / "empty").mkdir()
     for name in (".new.0123456789abcdef.part", ".new.mine.part"):
         (tmp_path / name).mkdir()
@@ -609,7 +607,6 @@ def poisoned(out, what):
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
-    """The error message names the tensor, the step and the last complete checkpoint."""
     key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
     for said in run_ranks(2, poisoned, tmp_path, what):
         assert said.startswith("refused: ") and f"{key} " in said and "after 2 steps" in said
@@ -767,7 +764,6 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
 
 
 def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
-    """The file has every field of each pack, except fields that are None."""
     packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
     file = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()

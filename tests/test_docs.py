@@ -255,7 +255,6 @@ def test_every_flag_exists():
 
 
 def test_every_file_exists(two_ranks):
-    """Every file that the docs name is in the repository or in the folder of a run."""
     write_report(two_ranks[0])
     dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
     seen = 0

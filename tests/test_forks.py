@@ -256,8 +256,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Returns weights by name from the checkpoint after `step` steps, in fp32. who: policy, critic or ref.
-    suffix: for example ".exp_avg", to get this optimizer state instead. names: only these weights."""
+    """Returns fp32 weights (or states: `suffix` ".exp_avg") of policy, critic or ref after `step` steps."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}

@@ -554,7 +554,6 @@ def test_the_command_line_has_models_then_data_then_flags():
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path):
-    """torz.json of an export has the defaults of its evaluation. Flags override them."""
     facts = dict(template="plain", system_prompt="", stop=["</a>"], extractor=["boxed"], temperature=0.6)
     for name, changes in {"a": {}, "b": {"stop": ["</b>"]}, "run/ckpt": {}}.items():
         (tmp_path / name).mkdir(parents=True)
