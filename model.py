@@ -27,7 +27,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -97,46 +97,21 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 class TakeRows(torch.autograd.Function):
     """Returns n rows of x (rows, …): x[index] (n, …), for index (n,). `index` may name a row several times.
-    `order` and `offsets` come from RowIndex.groups.
 
-    The gradient of a row of x is the sum of the gradients of all its copies. The backward pass sums in fp32
-    and in the order of `index`. On CUDA, torch's index_select would sum in x's dtype and in a random
-    order, so two equal runs would differ."""
+    The gradient of a row of x is the sum of the gradients of all its copies, in fp32. index_select would sum
+    in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x, index, order, offsets):
-        ctx.save_for_backward(order, offsets)
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, g):
-        order, offsets = ctx.saved_tensors
-        copies = g.index_select(0, order).float().flatten(1)
-        total = torch.segment_reduce(copies, "sum", offsets=offsets)
-        return total.to(g.dtype).unflatten(1, g.shape[1:]), None, None, None
-
-
-class RowIndex:
-    """Copies n rows of a tensor that has `count` rows: result[i] = x[index[i]]. index (n,) may name a row
-    several times."""
-
-    def __init__(self, index: Tensor, count: int) -> None:
-        self.index, self.count = index, count
-
-    @cached_property
-    def groups(self) -> tuple[Tensor, Tensor]:
-        """Returns order (n,), the positions in `index` sorted by the row that they name, and offsets
-        (count + 1,). The positions that name row u are order[offsets[u]:offsets[u + 1]]."""
-        order = self.index.argsort(stable=True)
-        rows = torch.arange(self.count + 1, device=order.device)
-        return order, torch.searchsorted(self.index[order], rows)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Returns the n rows `index` of x (count, …) as (n, …)."""
-        # On a CPU, index_select is faster, and also adds the gradients in a fixed order.
-        if x.device.type == "cpu" and x.dtype != torch.bfloat16:
-            return x.index_select(0, self.index)
-        return TakeRows.apply(x, self.index, *self.groups)
+        index, = ctx.saved_tensors
+        total = g.new_zeros(ctx.shape, dtype=torch.float32).index_add_(0, index, g.float())
+        return total.to(g.dtype), None
 
 
 # --- attention
@@ -176,10 +151,8 @@ class Segments:
         # slots: for each of the S slots, the index of the computed token that is copied to it.
         # outputs (U,): for each computed token, the slot from which its attention output is read.
         # Both are None if the slots are the computed tokens in the same order, so that nothing is copied.
-        self.slots: RowIndex | None = None
-        self.outputs: Tensor | None = None
-        if unique is not None and len(unique) < len(inverse):
-            self.slots, self.outputs = RowIndex(inverse, len(unique)), unique
+        shares = unique is not None and len(unique) < len(inverse)
+        self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
         """Arrange the slots in blocks, as in the picture of `Segments`. The blocks are laid out on the host,
@@ -200,10 +173,9 @@ class Segments:
         device = self.cu_seqlens.device
         token, slot = token.clamp(min=0).to(device), slot.to(device)
         if self.slots is None:
-            self.slots, self.outputs = RowIndex(token, len(slot)), slot
+            self.slots, self.outputs = token, slot
         else:
-            self.slots = RowIndex(self.slots.index[token], self.slots.count)
-            self.outputs = slot[self.outputs]
+            self.slots, self.outputs = self.slots[token], slot[self.outputs]
 
 
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -230,7 +202,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     # squeeze(0), not x[0]: the backward pass of x[0] would copy the gradient once more.
     qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d) each
     if segments.slots is not None:
-        qkv = [segments.slots.take(x) for x in qkv]  # (S, heads, d) each, for S slots of attention
+        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d) each, for S slots
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
@@ -365,8 +337,7 @@ class LMHead(nn.Linear):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the fp32 logits (n, vocabulary) of n hidden states (n, hidden size), for the PyTorch
         engine."""
-        logits = logits_fp32(hidden, self.weight)
-        return logits if self.scale == 1 else logits.mul_(self.scale)
+        return logits_fp32(hidden, self.weight).mul_(self.scale)
 
 
 # --- models
@@ -423,7 +394,7 @@ class PackModel(nn.Module):
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
-        return RowIndex(pack.inverse[at - 1], len(hidden)).take(hidden)
+        return TakeRows.apply(hidden, pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
         """Allocate the memory of a model that is on the meta device. Tie the parameters, and compute the
