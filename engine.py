@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import json
 import operator
 import os
@@ -251,21 +252,13 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     string.
 
     before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
-    # A stop string has at most this many tokens, because a token has at least one byte. The 8 extra tokens
-    # are for a character of several bytes that is cut at the start of the window.
-    window = 8 + max((len(s.encode()) for s in stop), default=0)
-    tail, after = before[-window:].tolist(), after[:window].tolist()
-
-    def count(tokens):
-        text = tokenizer.decode([*tail, *after[:tokens]])
-        return [text.count(s) for s in stop]
-
     if not stop:
         return 0
-    previous, whole = count(0), count(len(after))
-    for i in range(1, len(after) + 1) if whole != previous else ():
-        now = whole if i == len(after) else count(i)
-        if any(map(operator.gt, now, previous)):
-            return i
-        previous = now
-    return 0
+    # A stop string has at most this many tokens, because a token has at least one byte. The 8 extra tokens
+    # are for a character of several bytes that is cut at the start of the window.
+    window = 8 + max(len(s.encode()) for s in stop)
+    tail, after = before[-window:].tolist(), after[:window].tolist()
+    texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]
+    counts = [[text.count(s) for s in stop] for text in texts]
+    completes = [any(map(operator.gt, now, previous)) for previous, now in itertools.pairwise(counts)]
+    return completes.index(True) + 1 if True in completes else 0

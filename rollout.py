@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 import dist
 import grpo
-from configs import PRESETS, Config, Say, require, short_hash
+from configs import PRESETS, Config, Say, UserError, require, short_hash
 from data import (
     Problem,
     Sample,
@@ -38,7 +38,6 @@ from grading.worker import Grade, Grader, reason_of
 from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
-K = TypeVar("K")
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 OnResponse = Callable[[], bool]  # returns True to abort sampling
 # Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
@@ -127,8 +126,6 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples that
     were cut at the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:
-        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
@@ -244,7 +241,7 @@ class Trajectories:
     def _take(self, before, segment):
         """Append `segment`, a Sample with the tokens of this round, to the trajectory `before`. Returns True
         if the turn ended in this round."""
-        s = self._join(before, segment) if len(before.ids) else segment
+        s = self._join(before, segment)
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
             self.open[s.key] = replace(s, text=before.text)
@@ -362,22 +359,21 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
-    home, by_prompt = deal([*new, *old], engine)
+    home = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
     # After a resume, carried trajectories may be on other ranks than in a run that was not interrupted. They
     # are moved to `home`, the same rank in both cases, so that both runs give the same results.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
-    scattered = engine.ranks > 1 and (round_len > 0 or not by_prompt)
-    if any(dist.gather(chosen is None)) if scattered else chosen is None:
+    if any(dist.gather(chosen is None)):
         return [], []
     graded = trajectories.grades()
     samples = [s for s in graded if s.key in chosen]
     left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
     if not temperature:
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
-    return meet(samples, engine) if scattered else samples, left
+    return meet(samples, engine) if engine.ranks > 1 else samples, left
 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
@@ -414,9 +410,8 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
             trajectories.move(moves(open_keys))
 
 
-def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
-    """Distribute the samples `keys` over the ranks. Returns key -> rank, and a bool: true if all samples of a
-    prompt are on one rank.
+def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
+    """Distribute the samples `keys` over the ranks. Returns key -> rank.
 
     If there are few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at
     about the same time. Otherwise all samples of a prompt go to one rank, so that only one engine computes
@@ -424,8 +419,8 @@ def deal(keys: Sequence[Key], engine: Engine) -> tuple[dict[Key, int], bool]:
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
-        return {key: place[key[0]] for key in keys}, True
-    return {key: at % engine.ranks for at, key in enumerate(sorted(keys))}, False
+        return {key: place[key[0]] for key in keys}
+    return {key: at % engine.ranks for at, key in enumerate(sorted(keys))}
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
@@ -435,7 +430,7 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
-def moves(held: Sequence[Sequence[K]]) -> dict[K, int]:
+def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
     """Balances the unfinished trajectories between the ranks. held[r]: the keys of those on rank r. Returns
     key -> new rank, for each trajectory that must move.
 
@@ -521,37 +516,27 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
 
-SPLITS = {"eval", "test", "train", "validation", "valid", "val", "dev", "data", "default", "main"}
-
-
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Returns a short name for each evaluation file. Raises UserError if a file is given twice.
+    """Returns a short name for each evaluation file. Raises UserError if two files would have the same name.
 
-    The short name is the file name without its suffix. If other files have the same name, or if the name only
-    says which split it is (SPLITS: "test", …), the names of the folders above the file are put in front, or
-    OWNER and NAME of a data set of the Hub.
+    The short name is the file name without its suffix. For a file on the Hub, the name of the data set is put
+    in front. If two names are equal, the names of the folders above the files are put in front of all names.
 
         eval_sets/aime2024.json                          aime2024
-        gsm8k/test.jsonl                                 gsm8k-test
-        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test     (a file on the Hugging Face Hub)
+        gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
+        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test
     """
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
-        folders = Path(repo).parts or Path(file).parts[:-1]
-        parts.append((*folders, re.sub(r"-00000-of-00001$", "", Path(file).stem)))
-
-    def name(part):
-        for n in range(1, len(part) + 1):
-            is_alone = sum(other[-n:] == part[-n:] for other in parts) == 1
-            if is_alone and (part[-n] not in SPLITS or n == len(part)):
-                return "-".join(part[-n:])
-        return ""
-
-    names = [name(part) for part in parts]
-    require(all(names), f"two files of --eval_data would have the same name: {' '.join(paths)}",
-            "each file once, and different file names")
-    return names
+        stem = re.sub(r"-00000-of-00001$", "", Path(file).stem)
+        parts.append([f"{Path(repo).name}-{stem}"] if repo else [*Path(file).parts[:-1], stem])
+    for n in range(1, 1 + max(map(len, parts), default=1)):
+        names = ["-".join(part[-n:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"two files of --eval_data would have the same name: {' '.join(paths)}; needed: each "
+                    "file once, and different file names")
 
 
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,

@@ -381,12 +381,9 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
 def _parquet_rows(file):
     import pyarrow.parquet
 
-    try:
+    with _errors_named(file):
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-    except (pyarrow.ArrowException, ValueError, OSError) as e:
-        raise UserError(f"{file} can't be read ({' '.join(str(e).split()):.200}); needed: an intact .parquet "
-                        "file") from None
 
 
 def _line_rows(file):
@@ -394,26 +391,23 @@ def _line_rows(file):
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                with _not_json(f"{file} row {number}"):
+                with _errors_named(f"{file} row {number}"):
                     row = ROW.decode(line.decode())
                 yield number, row
 
 
 def _list_rows(file):
-    with _not_json(str(file)):
+    with _errors_named(file):
         rows = ROW.decode(file.read_text(encoding="utf-8-sig"))
     return enumerate(rows, 1)
 
 
 @contextlib.contextmanager
-def _not_json(where):
-    """Context manager that turns an error in reading JSON into a UserError. where: the file and row to name
+def _errors_named(where):
+    """Context manager that turns an error in reading rows into a UserError. where: the file and row to name
     in the message."""
     try:
         yield
-    except UnicodeDecodeError as e:
-        raise UserError(f"{where} is not UTF-8 (byte {e.start}); needed: a UTF-8 file") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{where} is not JSON ({e.msg}); needed: one JSON object a line, or a list") from None
-    except RecursionError:
-        raise UserError(f"{where} is nested too deeply; needed: {EXAMPLE}") from None
+    except Exception as e:  # json and pyarrow raise many types of errors
+        raise UserError(f"{where} can't be read ({' '.join(str(e).split()):.200}); needed: JSON in UTF-8 "
+                        "(one object a line, or a list), or an intact .parquet file") from None

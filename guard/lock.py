@@ -27,7 +27,6 @@ class FolderLock:
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
-        self.made: list[Path] = []  # folders that `claim` made, the innermost folder first
         self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
                      "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
 
@@ -35,7 +34,6 @@ class FolderLock:
         """Make the folder and take its lock. If a run on another host owns the lock, waits up to DEAD seconds
         for a heartbeat. Raises UserError if another run uses the folder, and OSError if the disk fails."""
         folder = self.file.parent
-        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
             owner = self.owner()
@@ -55,16 +53,13 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Stop the heartbeat. If this run still owns the lock, remove the lock, and then the empty folders
-        that `claim` made."""
+        """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
         # After an error of the disk the lock file stays. Another run can take over the lock, because the
         # heartbeat has stopped.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
-                for folder in self.made:
-                    folder.rmdir()  # raises OSError if the folder is not empty
 
     def owner(self) -> dict[str, Any]:
         """Returns the content of the lock file; {} if the file can't be read."""

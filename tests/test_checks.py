@@ -179,14 +179,6 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
 
 
-def test_a_refused_run_leaves_no_folder(base, tmp_path):
-    (tmp_path / "mine").mkdir()
-    for out in ("new/deep/run", "mine", "mine/run"):
-        cfg = dataclasses.replace(base, out=f"{tmp_path}/{out}", max_prompt_len=2)
-        assert all("longer than --max_prompt_len 2" in said for said in run_ranks(2, ranks.main, cfg))
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
-
-
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
     """A gap of log-probs over --max_logp_gap ends the run before the first update and its save."""

@@ -615,7 +615,7 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("[1]", "row 2: not a JSON object"), ("{", "row 2 is not JSON"),
+    ("[1]", "row 2: not a JSON object"), ("{", "row 2 can't be read"),
     ('{"response": "x"}', "row 2: 'answer' is None; needed: str"),
     ('{"response": 1, "answer": "x"}', "row 2: 'response' is 1; needed: str"),
     ('{"response": "x", "answer": "x", "kind": "y"}', "row 2: 'kind' is 'y'; needed: one of math"),

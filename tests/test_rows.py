@@ -158,7 +158,7 @@ REFUSED = {
     r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
     r"""{"prompt": "1+1=", "reward_model": "{'ground_truth': '2'}"}""": "reward_model as text",
     r"""{"prompt": "[{'role': 'user', 'content': '1+1='}]", "answer": "2"}""": "a conversation as text",
-    '{"prompt": "1+1=", "answer": "2"': "not JSON", "oops": "not JSON", "[" * 100_000: "nested too deeply",
+    **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read"),
 }
 
 
@@ -207,7 +207,7 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     with pytest.raises(UserError) as e:
         list(rows.problem_rows(str(path), "math"))
     message = str(e.value)
-    no_json = form == "json" and REFUSED[line] in ("not JSON", "nested too deeply")
+    no_json = form == "json" and REFUSED[line] == "can't be read"
     assert message.startswith(str(path) if no_json else f"{path} row 2")
     assert "\n" not in message and len(message) < 500
     assert REFUSED[line] in message and "needed: " in message
@@ -272,13 +272,13 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
     ("d.json", b" \n [ " + GOOD + b" ,\n" + GOOD + b" ] \n", [1, 2]),
     ("d.json", GOOD + b"\n" + GOOD, [1, 2]),  # JSON Lines, although the name ends in .json
     ("d.jsonl", '{"prompt": "a\u2028b", "answer": "\u00e9"}'.encode(), [1]),
-    ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 is not UTF-8"),
-    ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 is not UTF-8"),
-    ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "is not JSON"),
-    ("d.json", b"[" + GOOD + b", " + GOOD, "is not JSON"),
-    ("d.json", b"[" + GOOD + b",", "is not JSON"),
+    ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 can't be read"),
+    ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 can't be read"),
+    ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "can't be read"),
+    ("d.json", b"[" + GOOD + b", " + GOOD, "can't be read"),
+    ("d.json", b"[" + GOOD + b",", "can't be read"),
     ("d.json", b"[]", "is empty"), ("d.json", b"\xef\xbb\xbf", "is empty"), ("d.jsonl", b"\n \n", "is empty"),
-    ("d.json", b"[" + GOOD + b"] more", "is not JSON"),
+    ("d.json", b"[" + GOOD + b"] more", "can't be read"),
 ])
 def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
     path = tmp_path / name
@@ -547,12 +547,10 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
         (tmp_path / folder / "test.jsonl").write_bytes(GOOD)
     paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
     sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
-    assert list(sets) == ["a-math-test", "b-math-test", "logic-test"]
-    assert rollout.set_names(["x/test.json", "y/other.json"]) == ["x-test", "other"]
-    assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "eval/eval.jsonl"]) == [
-        "gsm8k-test", "eval-eval"]
-    shards = rollout.set_names([f"a/b:data/test-{i:05d}-of-00002.parquet" for i in range(2)])
-    assert shards == ["test-00000-of-00002", "test-00001-of-00002"]
+    assert list(sets) == ["a-math-test", "b-math-test", "b-logic-test"]
+    assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "x/eval.jsonl"]) == [
+        "gsm8k-test", "eval"]
+    assert rollout.set_names([]) == []
     for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
         with pytest.raises(UserError, match="two files of --eval_data would have the same name"):
             rollout.set_names(twice)
