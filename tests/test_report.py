@@ -15,7 +15,7 @@ from test_log import METRICS, PPO, healthy, learning, written
 from configs import read_jsonl
 from log import Logger, read_metrics
 from tools import report
-from tools.report import COMPARED, PANELS, compare, main, plot, recipes, story, write_report
+from tools.report import PANELS, compare, main, plot, recipes, story, write_report
 
 
 def page_of(text: str) -> tuple[set, list, str]:
@@ -66,7 +66,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     tags, pre, text = page_of(html)
     names = "html title style h1 h2 table tr td details summary article b pre".split()
     assert tags <= {"<!doctype html>", '<html lang="">', '<meta charset="">', '<meta name="" content="">',
-                    '<article class="">', '<img alt="" src="">', "<details open>",
+                    '<img alt="" src="">',
                     *(f"<{name}>" for name in names), *(f"</{name}>" for name in names)}
     assert not re.search(r"url\(|@import|https?://", html) and html.count(' src="data:image/png;base64,') == 1
     rows = [r for kind in ("samples", "eval") for f in (folder / kind).iterdir() for r in read_jsonl(f)]
@@ -77,10 +77,10 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))
     assert "small<run>" in text and "<i>32 prompts</i>" in text
-    assert "<details open><summary>samples/step_000012.jsonl</summary>" in html  # the newest step is open
 
 
-def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wrong_one(tmp_path):
+def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
+    """The run has 48 samples in each of 30 steps. The report shows 12 of each of 5 steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -90,9 +90,8 @@ def test_of_many_samples_the_report_shows_each_prompts_first_right_and_first_wro
     write_report(tmp_path)
     _, pre, text = page_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     shown = [response for response in pre if response.startswith("answer")]
-    steps = sorted({int(response.split()[1]) for response in shown})
-    assert len(steps) <= 6 and steps[0] == 0 and steps[-1] == 29 and "None was raised" in text
-    assert sorted(shown) == sorted(f"answer {s} {i} {j}" for s in steps for i in range(3) for j in range(2))
+    assert "None was raised" in text and shown == [
+        f"answer {step} {i} {j}" for step in (29, 23, 17, 11, 5) for i in range(3) for j in (0, 4, 8, 12)]
 
 
 def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path, capsys):
@@ -121,7 +120,7 @@ def test_two_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     assert cells["--algo"] == ["ppo", "grpo"] and cells[""] == [str(run) for run in runs]
     assert cells["eval/e/avg@1"] == ["0.750 → 0.500 (best 0.750 at step 10)"] * 2
     assert [text.split()[0] for text in cells["steps"]] == ["20", "30"]
-    assert cells["seconds a step (median)"] == ["2.00", "2.00"] and cells["alarms"] == ["0", "0"]
+    assert cells["alarms"] == ["0", "0"]
     main([*map(str, runs), "--out", str(tmp_path / "both.png")])
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -133,7 +132,6 @@ def test_two_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     (["RUN", "--curves"], ["--curves", "python -m tools.report RUN"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
     (["RUN", "RUN", "--out", "x.what"], ["what"]),
-    (["RUN", "--out", "x.png"], ["--out x.png with one run", "two runs"]),
 ])
 def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     with pytest.raises(SystemExit) as e:
@@ -188,8 +186,8 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
     assert lines["held-out accuracy"] == ["eval/e/avg@1", "eval/f/avg@1"] and len(lines) == 8
     drawn.clear()
     plot(runs, tmp_path / "two.png")
-    assert [list(lines) for _, _, lines, _ in drawn] == [[str(run) for run in runs]] * 9
-    assert {title for _, title, _, _ in drawn} == {key for key in rows[0] if re.fullmatch(COMPARED, key)}
+    assert {tuple(lines) for _, _, lines, _ in drawn} == {tuple(map(str, runs))}
+    assert {"eval/f/avg@1", "reward", "time/rollout"} <= {title for _, title, _, _ in drawn} <= rows[0].keys()
     for title, pattern, _ in PANELS:
         assert any(re.fullmatch(pattern, name.replace("<k>", "1")) for name in METRICS), title
 

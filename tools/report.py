@@ -13,7 +13,6 @@ import base64
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import chain
@@ -56,8 +55,9 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 
 # --- curves
 
-# The panels of a plot of one recipe. Columns: title of the panel; regular expression for the metrics; scale
-# of the axis ("share" includes 0 and 1, "variance" ends at -1 and 1). A panel has a line for each metric.
+# The panels of a plot. Columns: title of the panel; regular expression for the metrics; scale of the axis
+# ("share" includes 0 and 1, "variance" ends at -1 and 1). A plot of one recipe has a line for each metric. A
+# plot of several recipes has a panel for each metric, with a line for each recipe.
 PANELS = [re.split("  +", row) for row in r"""
 reward                                reward                               share
 held-out accuracy                     eval/.+/avg@\d+                      share
@@ -71,9 +71,6 @@ reflections (a response)              reflections                          share
 tokens a second                       tokens_per_s                         linear
 seconds a step        time/(step|rollout|critic|policy|eval|wait|sync)     linear
 """.strip().splitlines()]
-# A plot of several recipes has a panel for each metric that matches COMPARED, with a line for each recipe.
-COMPARED = (r"reward|eval/.+/avg@\d+|response_len|truncated|entropy|grad_norm/policy|logp_gap/mean|"
-            "explained_variance|reflections|tokens_per_s|time/step")
 
 
 def _draw(figure, title, lines, scale):
@@ -95,8 +92,7 @@ def _draw(figure, title, lines, scale):
         axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes 0 and 1
     figure.suptitle(title, fontsize=12)
     if len(lines) > 1:
-        columns = max(1, 52 // (max(map(len, axis.get_legend_handles_labels()[1])) + 5))
-        figure.legend(loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+        figure.legend(loc="outside lower center", fontsize=9, frameon=False)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
 
@@ -113,11 +109,9 @@ def plot(runs: Sequence[Path], to: Path) -> None:
         if len(data) == 1:
             lines = {key: [_curve(rows, key) for rows in chain(*data.values())] for key in keys}
             panels += [(title, lines, scale)] if lines else []
-            continue
-        for key in keys:
-            if re.fullmatch(COMPARED, key):
-                lines = {name: [_curve(rows, key) for rows in group] for name, group in data.items()}
-                panels.append((key, lines, scale))
+        else:
+            panels += [(key, {name: [_curve(rows, key) for rows in group] for name, group in data.items()},
+                        scale) for key in keys]
     height = max(1, math.ceil(len(panels) / 3))
     figure = Figure(figsize=(13.2, 3.6 * height), dpi=130, layout="constrained")
     for part, panel in zip(figure.subfigures(height, 3).flat, panels, strict=False):
@@ -137,7 +131,6 @@ def facts(run: Path) -> dict[str, str]:
         "algorithm": f"{config.get('algo', '–')}, seed {config.get('seed', '–')}",
         "model": f"{config.get('model', '–')}",
         "steps": f"{len(seconds)} of {config.get('steps', '–')} in {sum(seconds) / 60:.1f} minutes",
-        "seconds a step (median)": f"{statistics.median(seconds or [0]):.2f}",
         "alarms": f"{len(read_jsonl(run / 'alarms.jsonl'))}"}
     for key in _keys_of(rows, "reward|eval/.+@.+"):
         curve = _curve(rows, key)
@@ -187,19 +180,17 @@ model    {run}/export/policy"""
 # --- the HTML page
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><meta charset="utf-8">
 <title>$title</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: auto; padding: 10px }
-img { width: 100% } body, pre, td { white-space: pre-wrap; overflow-wrap: anywhere } h2 { margin: 0 }
-td { vertical-align: top; padding: 2px 16px 2px 0; border-top: 1px solid #ccc }
-article { border-left: 6px solid #18794e; padding-left: 10px; margin: 10px 0 }
-.wrong { border-color: #c62a2f } pre { background: #f4f4f4; max-height: 24em; overflow-y: auto }
+body { font: 15px sans-serif; max-width: 1200px; margin: auto } img { width: 100% }
+pre, td { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top }
+pre { background: #f4f4f4; max-height: 24em; overflow-y: auto }
 </style>
 <h1>$title</h1>"""
-SAMPLE = """<article class="$graded"><b>$graded: $reason</b>, answer $answer, reward $reward, $tokens tokens
+SAMPLE = """<article><b>$graded: $reason</b>, answer $answer, reward $reward, $tokens tokens
 Gold answer $gold: $problem<pre>$response</pre></article>"""
-SHOWN_PROMPTS = 8  # number of prompts that the page shows for a step
+SHOWN = 16  # number of responses that the page shows for a step
 
 
 def _fill(template, values):
@@ -214,36 +205,22 @@ def _table(rows):
     return f"<table><tr>{'<tr>'.join(cells)}</table>"
 
 
-def _fold(title, html, opened=False):
-    """Returns `html` as a section that opens at a click on the title. opened: whether the section is open at
-    first."""
-    return f"<details{' open' * opened}><summary>{escape(title)}</summary>{html}</details>"
+def _fold(title, html):
+    """Returns `html` as a section that opens at a click on the title."""
+    return f"<details><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _samples(run, kind):
-    """Returns the responses of up to six steps as HTML, the newest step first. For each of the first
-    SHOWN_PROMPTS prompts, the first right and the first wrong response are shown. kind: the folder with the
-    responses, "samples" or "eval".
+    """Returns up to SHOWN responses of each of up to six steps as HTML, the newest step first. kind: the
+    folder with the responses, "samples" or "eval".
     """
-    files, html = sorted((run / kind).glob("step_*.jsonl")), ""
-    for file in sorted({*files[::len(files) // 5 + 1], *files[-1:]}, reverse=True):
-        cards = {}
-        for row in read_jsonl(file):
-            graded = "right" if row["reward"] >= 1 else "wrong"
-            if row["prompt_id"] < SHOWN_PROMPTS:
-                cards.setdefault((row.get("set"), row["prompt_id"], graded),
-                                 _fill(SAMPLE, row | {"graded": graded}))
-        html += _fold(f"{kind}/{file.name}", "".join(cards.values()), file == files[-1])
+    files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
+    for file in files[::len(files) // 6 + 1]:
+        rows = read_jsonl(file)
+        cards = [_fill(SAMPLE, row | {"graded": "right" if row["reward"] >= 1 else "wrong"})
+                 for row in rows[::len(rows) // SHOWN + 1]]
+        html += _fold(f"{kind}/{file.name}", "".join(cards))
     return html
-
-
-def _metrics(rows):
-    """Returns an HTML table with the first, last, lowest and highest value of each metric."""
-    table = [["metric", "first", "last", "lowest", "highest"]]
-    for key in _keys_of(rows, "(?!step$).+"):
-        values = list(_curve(rows, key).values())
-        table.append([key, *(f"{x:.5g}" for x in (values[0], values[-1], min(values), max(values)))])
-    return _table(table)
 
 
 def write_report(run: Path) -> None:
@@ -252,13 +229,14 @@ def write_report(run: Path) -> None:
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [(f"step {alarm['step']}", alarm["text"]) for alarm in read_jsonl(run / "alarms.jsonl")]
     plan = "\n".join(as_text(_read_json(run / "plan.json")))
+    last = {key: value for row in read_metrics(run) for key, value in row.items()}
     sections = {
         "Summary": _table(facts(run).items()),
         "Alarms": _table(alarms) if alarms else "None was raised.",
         "Curves": f'<img alt="curves" src="data:image/png;base64,{picture}">',
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
-        "Numbers": _fold("Metrics (docs/metrics.md explains them)", _metrics(read_metrics(run)))
+        "Numbers": _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items()))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
         + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
     page = _fill(PAGE, {"title": run.resolve().name}) + "".join(
@@ -270,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser("tools.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
-    parser.add_argument("--out", type=Path, help="picture of several runs (compare.png)")
+    parser.add_argument("--out", type=Path, help="picture of the runs (of several: compare.png)")
     parser.error = lambda found: require(
         False, found, "python -m tools.report RUN, or RUN RUN2 … [--out compare.png]")
     with user_errors("tools.report"):
@@ -278,9 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in args.runs:
             require(bool(read_metrics(run)), f"no metrics in {run}",
                     "the folder of a run that has logged a step (train.py's --out, with metrics.jsonl in it)")
-        if len(args.runs) == 1:
-            require(args.out is None, f"--out {args.out} with one run",
-                    "two runs or more; the report of one run is written into the run's folder")
+        if len(args.runs) == 1 and not args.out:
             write_report(*args.runs)
             show(story(*args.runs))
             return
