@@ -384,8 +384,7 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Proble
 def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Config) -> dict[int, Problem]:
     """Returns prompt number -> problem. The prompts of a run are numbered from 0, in the order in which the
     run samples them."""
-    groups = _groups(problems)
-    n = _total(groups)
+    groups, n = _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     return {i: problems[shuffled[i // n][i % n]] for i in numbers}
 
@@ -406,21 +405,13 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
     """Returns a random problem of the epoch for each prompt of the step. train.resample replaces prompts by
     these problems, in several rounds. They depend only on (seed, step, round)."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
-    groups = _groups(problems)
-    drawn = _epoch(groups, cfg.seed, step * count // _total(groups))[0]
+    drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     return [problems[drawn[i]] for i in rng.choice(len(drawn), count, replace=len(drawn) < count)]
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
     """Returns the number of prompts in an epoch: the sum over files of (number of problems) x (weight)."""
-    return _total(_groups(problems))
-
-
-def _total(groups):
-    return sum(count for count, _ in groups)
-
-
-_kept: dict[str, Any] = {}  # the list of problems of the last call of _groups, and its groups
+    return sum(count for count, _ in _groups(problems))
 
 
 def _groups(problems):
@@ -428,16 +419,12 @@ def _groups(problems):
     prompts from the problems `indices`.
 
     All files with the same integer weight form one group. A file with a fractional weight is a group of its
-    own. The result is stored and returned again for the same list of problems, so the list must not change
-    after the call."""
-    if _kept.get("problems") is problems:
-        return _kept["groups"]
+    own."""
     groups = defaultdict(list)
     for i, p in enumerate(problems):
         groups[p.weight, p.file if p.weight % 1 else ""].append(i)
-    _kept.update(problems=problems, groups=[(max(1, round(weight * len(indices))), np.array(indices))
-                                            for (weight, _), indices in groups.items()])
-    return _kept["groups"]
+    return [(max(1, round(weight * len(indices))), np.array(indices))
+            for (weight, _), indices in groups.items()]
 
 
 def _epoch(groups, seed, epoch):

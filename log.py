@@ -204,7 +204,7 @@ class Logger(contextlib.AbstractContextManager):
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []
-        self.trackers = [TRACKERS[name](out, config, rows, start > 0, self.alarm) for name in cfg.track]
+        self.trackers = [TRACKERS[name](out, config, rows, self.alarm) for name in cfg.track]
 
     def __exit__(self, error: type | None, *_) -> None:
         self.close(failed=error is not None)
@@ -256,7 +256,6 @@ class Logger(contextlib.AbstractContextManager):
 
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows and log an alarm."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -265,8 +264,8 @@ class Logger(contextlib.AbstractContextManager):
                 # With purge_step, TensorBoard hides what an interrupted run wrote for later steps.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
-                values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
-                self.writer.file_writer.add_summary(Summary(value=values), row["step"])
+                for name, x in row.items():
+                    self.writer.add_scalar(name, x, row["step"])
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:
@@ -359,12 +358,11 @@ class Tracker:
         finish  end the run
     """
 
-    def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], resumed: bool,
-                 alarm: Say) -> None:
+    def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], alarm: Say) -> None:
         self.out, self.config, self.alarm, self.failed = out, config, alarm, False
         self.file = out / f"{type(self).__name__}.json"
         self.state = {"id": uuid.uuid4().hex, "next_step": 0}
-        if resumed and self.file.exists():
+        if self.file.exists():
             self.state = json.loads(self.file.read_text())
         self._attempt(self.start)
         for row in rows:
