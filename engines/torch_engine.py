@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import Engine, first_stop
-from model import Policy, Segments, has_window, rms_norm
+from model import Policy, Segments, rms_norm
 
 
 class Cache:
@@ -55,13 +55,11 @@ class Cache:
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
         # zeros, because unused memory may contain NaN, and masked attention computes 0 × NaN = NaN
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        # (capacity, 1, 1, columns) bool, false at padding; None if there is no padding
-        self.allowed = None
-        if int(lengths.min()) < self.width:
-            padding = lengths.new_zeros(capacity)
-            padding[:self.rows] = self.width - lengths
-            column = torch.arange(self.width + steps, device=like.device)
-            self.allowed = (column >= padding[:, None])[:, None, None]
+        padding = lengths.new_zeros(capacity)
+        padding[:self.rows] = self.width - lengths
+        column = torch.arange(self.width + steps, device=like.device)
+        # (capacity, 1, 1, columns) bool, false at padding
+        self.allowed = (column >= padding[:, None])[:, None, None]
         # In a prefill of T prompt tokens: the row and the column of each token, two tensors (T,).
         self.prefill = None
 
@@ -75,13 +73,13 @@ class Cache:
                 row, column = self.prefill
                 cached[row, :, column] = new[0].transpose(0, 1)
 
-    def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the keys, the values and a mask that is false at padding (None without padding), for all
-        columns up to the current column, or for the last `window` of these columns."""
+    def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the keys, the values and a mask that is false at padding, for all columns up to the current
+        column, or for the last `window` of these columns."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
-        return key, value, None if self.allowed is None else self.allowed[:self.rows, ..., start:end]
+        return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
         """Change the cache, so that it has n rows: one for each entry of `parents` (n,), which names old rows
@@ -97,12 +95,11 @@ class Cache:
         if len(target):
             for cached in self.layers:
                 cached[:, target, :, :self.column + 1] = cached[:, source, :, :self.column + 1]
-            if self.allowed is not None:
-                self.allowed[target] = self.allowed[source]
+            self.allowed[target] = self.allowed[source]
         return parents.masked_scatter(~stays, target)
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # model types that FusedDecoder can compute itself
+LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute itself
 
 
 class FusedDecoder:
@@ -110,11 +107,11 @@ class FusedDecoder:
     query, key and value, and another one gives the MLP's gate and up projections. This is faster, because
     small models on a CPU spend much time between operations.
 
-    Model types outside LLAMA_LIKE and models with sliding windows run their own modules."""
+    Model types outside LLAMA_LIKE run their own modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
-        self.fused = policy.config.model_type in LLAMA_LIKE and not has_window(policy.config)
+        self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
         """Prepare for a wave (a batch of responses): concatenate the current weights, and compute the tables
@@ -150,17 +147,13 @@ class FusedDecoder:
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
-        if hasattr(attention, "q_norm"):
-            query, key = rms_norm(attention.q_norm, qk[:, :-kv]), rms_norm(attention.k_norm, qk[:, -kv:])
-            qk = torch.cat([query, key], 1)
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         cache.write(i, qk[:, -kv:, None], value[:, :, None])
         key, value, allowed = cache.read(i)
         # With one query a row, two matrix products are faster on a CPU than scaled_dot_product_attention.
         query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
         scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, columns)
-        if allowed is not None:
-            scores.masked_fill_(~allowed, -torch.inf)
+        scores.masked_fill_(~allowed, -torch.inf)
         out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
         return attention.o_proj(out.view(rows, -1))
 
@@ -317,8 +310,6 @@ def _may_stop(tokenizer, vocabulary, stop):
     """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    tails = tuple(s[i:] for s in stop for i in range(len(s)))
-    # A token may have the last bytes of a character that an earlier token began. It is decoded to U+FFFD.
-    if not all(s.isascii() for s in stop):
-        tails += ("\N{REPLACEMENT CHARACTER}",)
+    # A token that ends a character which an earlier token began is decoded as the replacement character.
+    tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -427,19 +427,6 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
     check_logprobs(generate(vllm, policy, prompts), policy, 1.0)
 
 
-def test_requests_that_do_not_end_are_an_error_of_the_engine(vllm, policy, prompts, monkeypatch):
-    """If vLLM makes no progress, the engine raises an error before guard/watch.py ends the process."""
-    core = vllm.llm.llm_engine.engine_core.engine_core
-    monkeypatch.setattr(core, "step_fn", lambda: ({}, False))
-    monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stall_limit=1.0))
-    words = "8 of 8 responses have not ended after 1 s .--stall_limit 1."
-    with pytest.raises(RuntimeError, match=words) as e:
-        generate(vllm, policy, prompts, n=2)
-    assert "memory (GiB)" in str(e.value)
-    monkeypatch.undo()
-    check_logprobs(generate(vllm, policy, prompts), policy, 1.0)
-
-
 def test_memory_that_stays_is_measured(engine, policy):
     def sleep_with(gib):
         """Allocates `gib` GiB while the engine is awake. Returns the tensor and the residual memory."""
