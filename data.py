@@ -228,9 +228,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             f"{getattr(cfg, flag)} tokens, or leaves no room for a response: with --template {cfg.template} "
             f"the shortest has {shortest}", f"a larger --{flag}, or another --template")
     dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
-    if too_long:
-        some = " ".join(p.where for p in too_long[:5])
-        dropped += f"; dropped {len(too_long)} prompts over {limit} tokens (the first: {some})"
+    dropped += f"; dropped {len(too_long)} prompts over {limit} tokens" if too_long else ""
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
@@ -445,12 +443,11 @@ def _epoch(groups, seed, epoch):
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
     appended. The caller must set `text` in the result, because it is still the text of `before`."""
-    sampled = np.concatenate([before.is_sampled, segment.is_sampled])
-    versions = np.concatenate([before.token_versions, segment.token_versions])
-    return replace(
-        before, ids=np.concatenate([before.ids, segment.ids]), stopped=segment.stopped,
-        logp=np.concatenate([before.logp, segment.logp]), sampled=None if sampled.all() else sampled,
-        versions=None if (versions == segment.version).all() else versions, version=segment.version)
+    def joined(field: str) -> np.ndarray:
+        return np.concatenate([getattr(before, field), getattr(segment, field)])
+
+    return replace(before, ids=joined("ids"), logp=joined("logp"), sampled=joined("is_sampled"),
+                   versions=joined("token_versions"), version=segment.version, stopped=segment.stopped)
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:

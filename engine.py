@@ -196,16 +196,13 @@ class Engine(abc.ABC):
 
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError for a repeated, unknown or missing name."""
-        known = dict(self.policy.named_parameters())
-        missing = dict(known)
+        missing = dict(self.policy.named_parameters())
         for name, tensor in weights:
-            if name not in missing:
-                twice = name in known
-                raise RuntimeError(f"{name} came twice" if twice else f"the model has no parameter {name}")
-            del missing[name]
+            if missing.pop(name, None) is None:
+                raise RuntimeError(f"{name} came twice, or the model has no such parameter")
             yield name, tensor
         if missing:
-            raise RuntimeError(f"{len(missing)} of {len(known)} parameters did not come: "
+            raise RuntimeError(f"{len(missing)} parameters did not come: "
                                f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}")
 
     @contextlib.contextmanager

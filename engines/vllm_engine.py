@@ -40,14 +40,12 @@ class VLLMEngine(Engine):
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        rng = torch.get_rng_state()
         with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
-        torch.set_rng_state(rng)  # because LLM() has seeded torch's random generator
         self._sleep()
 
     def load(self, weights):

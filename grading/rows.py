@@ -203,16 +203,12 @@ def _turns(prompt, where):
 def _dataset(fields, where):
     """Returns the name of the row's data set; "" if the row has no such name. In Open-Instruct RLVR the name
     is a list of one text. verl calls the field data_source."""
-    for name in ("dataset", "data_source"):
-        value = fields.get(name)
-        if isinstance(value, list) and len(value) < 2:
-            value = value[0] if value else None
-        text = _plain_text(value)
-        require(value is None or text is not None, f"{where} has the field {name} {value!a:.80}",
-                "the name of one data set")
-        if text and text.strip():
-            return text.strip()
-    return ""
+    value = _first(fields, "dataset", "data_source")
+    if isinstance(value, list) and len(value) < 2:
+        value = value[0] if value else None
+    text = "" if value is None else _plain_text(value)
+    require(text is not None, f"{where} has the data set {value!a:.80}", "the name of one data set")
+    return text.strip()
 
 
 # --- gold answers

@@ -219,7 +219,7 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     ('"dataset": []', ""), ('"dataset": null', ""), ('"dataset": 5', "5"), ('"dataset": [""]', ""),
     ('"dataset": [null]', ""),
     ('"data_source": "openai/gsm8k"', "openai/gsm8k"), ('"dataset": null, "data_source": "d"', "d"),
-    ('"dataset": "a", "data_source": "b"', "a"), ('"dataset": "", "data_source": "b"', "b")])
+    ('"dataset": "a", "data_source": "b"', "a")])
 def test_a_row_names_its_data_set_as_rlvr_or_verl_do(fields, dataset):
     row = ROW.decode('{"prompt": "1+1=", "answer": "2"%s}' % (fields and f", {fields}"))
     assert rows.problem_of(row, "row 1").dataset == dataset
@@ -229,7 +229,7 @@ def test_a_row_names_its_data_set_as_rlvr_or_verl_do(fields, dataset):
 def test_several_data_sets_of_a_row_are_refused(value):
     for name in ("dataset", "data_source"):
         row = ROW.decode(f'{{"prompt": "1+1=", "answer": "2", "{name}": {value}}}')
-        with pytest.raises(UserError, match=rf"has the field {name} .*; needed: the name of one data set$"):
+        with pytest.raises(UserError, match="has the data set .*; needed: the name of one data set$"):
             rows.problem_of(row, "f row 1")
 
 
@@ -564,7 +564,7 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     told = []
     kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
     assert [len(p.ids) for p in kept] == [19]
-    assert "2 prompts over 19 tokens (the first: d.jsonl:2 d.jsonl:3)" in told[0]
+    assert "dropped 2 prompts over 19 tokens" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
     for short in (dict(max_model_len=12), dict(max_prompt_len=11)):

@@ -200,7 +200,7 @@ def test_ranks_go_on_with_equally_many():
 def test_without_carry_rounds_change_neither_prompts_nor_versions(tiny):
     steps, left = run_ranks(2, sampled, [tiny] * 2, dict(carry=0.0))[0]
     assert [chosen for chosen, _ in steps] == [[0, 1, 2, 3], [4, 5, 6, 7]] and left == [[], []]
-    assert all(s.versions is None and s.version == step for step in (0, 1) for s in steps[step][1])
+    assert all((s.token_versions == step).all() for step in (0, 1) for s in steps[step][1])
 
 
 @pytest.mark.parametrize("round_len", [1, 3])

@@ -102,8 +102,7 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
     found, start = [], 0
     for s in samples:
         first = start + len(s.prompt)
-        mine = [] if not s.in_loss else [
-            first + i for i in range(len(s.ids)) if s.sampled is None or s.sampled[i]]
+        mine = (first + s.is_sampled.nonzero()[0]).tolist() if s.in_loss else []
         found.append(mine)
         start = first + len(s.ids)
     return found
@@ -148,7 +147,7 @@ def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
 def test_metrics_tell_sampled_tokens_from_all():
     samples, meter = with_gaps(2), Meter()
     measure_samples(meter, samples, [], turns=True)
-    sampled = [len(s.ids) if s.sampled is None else int(s.sampled.sum()) for s in samples]
+    sampled = [int(s.is_sampled.sum()) for s in samples]
     found = meter.reduce(lambda x: x, lambda x: x)
     assert found["response_len"] == np.mean([len(s.ids) for s in samples]) > np.mean(sampled)
     assert found["response_len/sampled"] == np.mean(sampled)
