@@ -189,8 +189,9 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     """Yields the packs of an update. The caller runs the forward and the backward pass of each pack, before
     it takes the next pack. Every rank must have the same number of packs.
 
-    Groups of ranks with the same shards (see `mesh`) sum their gradients in the last pack's backward pass. In
-    the earlier backward passes FSDP sums gradients only within a group (`set_requires_all_reduce`)."""
+    With several groups (see `mesh`), each group of ranks holds a whole copy of the weights. Every backward
+    pass sums gradients within the groups. Only the last pack's backward pass also sums them across the groups
+    (`set_requires_all_reduce`)."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])

@@ -159,7 +159,7 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of GRPO with `flags` and with the fields that define the preset's algorithm."""
+    """Returns a variant of `reference`, with `flags` and the fields that define the preset's algorithm."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
@@ -359,7 +359,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at most 30 independent values, with a 95 % interval by Student's t."""
+    """Returns the mean of independent values, with a 95 % interval by Student's t. values: at most 30, because
+    T_975 ends there"""
     n = len(values)
     half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)

@@ -15,8 +15,8 @@ Sides:
 A side is one process with threads on all cores, or several with --ranks (torz) and --trl_ranks (TRL). torz
 and trl_tuned get the Makefile's settings of glibc's allocator, with which a process keeps freed memory.
 
-The sides take turns of four steps. So if the machine is slow for a while, all sides are slow. A pair is one
-such run with one seed. A side's time is the median of its steps after the first turn.
+The sides take turns of four steps. So if the machine is slow for a while, all sides are slow. With
+--pairs 5, this is done with five seeds. A side's time is the median of its steps after the first turn.
 
 --trl_python is TRL's interpreter. --dtype is torz's dtype. --base is the model's folder, made if it is
 missing. Do not set --side, --seed and --out: this program passes them to the processes that it starts.

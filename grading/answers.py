@@ -535,8 +535,8 @@ def _read_inequality(text, depth):
 
 
 def _edges(reading):
-    """Returns the edges of the intervals for which a Reading stands: a list of (bracket, [Reading of the
-    number]), which is empty if it stands for no intervals. A pair in brackets, such as (1,2), counts as an
+    """Returns the edges of the intervals that a Reading means: a list of (bracket, [Reading of the number]),
+    empty if the Reading means no intervals. A pair in brackets, such as (1,2), counts as an
     interval, and a number a as [a,a]."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):

@@ -124,7 +124,8 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """test_turns.py, test_ablations.py and test_reward.py test the four blocks that no edit above uses."""
+    """This file uses all code blocks of docs/forking.md but four, which test_turns.py, test_ablations.py and
+    test_reward.py use."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
         "advantage", "judge", "limit", "respond"]

@@ -36,7 +36,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# Every number is typed from the source beside it. Nothing is imported from the preset under test.
+# Every number is typed from the source beside it, or its comment says that it is our own. Nothing is imported from the preset under test.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -51,7 +51,7 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
 # The same file with use_grpo. The aggregation and the ratio are those of its loss.
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
-OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # the KL weight and the batch of REINFORCE++ are our own
+OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
 TABLE = {
     "orz-7b": ORZ,
     "orz-0.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # playground/orz_0p5b_ppo.py

@@ -140,7 +140,8 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize("name,kind", [("aime2024", "math"), ("gpqa_diamond", "choice"), ("math500", "math")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """The grader takes no gold answer of a set for another one. MATH500 has too many pairs to check."""
+    """No gold answer of a set is graded as correct for another gold answer of the set. MATH500 has too many
+    pairs, so there each gold answer is only compared with itself."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)

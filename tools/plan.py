@@ -326,7 +326,8 @@ def _update_instants(case, name, kept):
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
-    # The backward pass of the MLP allocates the gradients of gate, up and hidden states.
+    # A backward pass of a layer allocates what it recomputes (`again`), the gradients of the MLP's gate and
+    # up, and three tensors of the hidden size.
     working = T * (again + b * (2 * shape.inner + 3 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
