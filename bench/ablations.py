@@ -359,8 +359,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values, with a 95 % interval by Student's t. values: at most 30, because
-    T_975 ends there"""
+    """Returns the mean of independent values, with a 95 % interval by Student's t. values: at most 30,
+    because T_975 ends there"""
     n = len(values)
     half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)

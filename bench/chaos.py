@@ -297,8 +297,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Makes the run's folder read-only for 2 to 4 seconds, by a read-only mount over it. Remounting the folder
-    itself read-only would fail, because TensorBoard's file in it is open."""
+    """Makes the run's folder read-only for 2 to 4 seconds, by a read-only mount over it. Remounting the
+    folder itself read-only would fail, because TensorBoard's file in it is open."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)

@@ -55,8 +55,8 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns how far vLLM's log-probs are from the trainer's, or an error text. Runs in a new process, because vLLM allows one engine per
-    process."""
+    """Returns how far vLLM's log-probs are from the trainer's, or an error text. Runs in a new process,
+    because vLLM allows one engine per process."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)

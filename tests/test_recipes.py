@@ -36,7 +36,8 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# Every number is typed from the source beside it, or its comment says that it is our own. Nothing is imported from the preset under test.
+# Every number is typed from the source beside it, or its comment says that it is our own. Nothing is imported
+# from the preset under test.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",

@@ -72,7 +72,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 def host_values() -> None:
     """Patches Tensor.nonzero and Tensor.cpu. The stub device returns only zeros, but the values of
-    segment lengths and masks decide the sizes of other tensors. So both functions read these values from HOST."""
+    segment lengths and masks decide the sizes of other tensors. So both functions read these values from
+    HOST."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
