@@ -178,7 +178,7 @@ WRONG = [line.split(" ~ ") for line in r"""
 31 ~ 1\,030
 12 ~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ \sqrt{144} ~ \binom{12}{1}
 52_9 ~ 52_8 ~ 52 ~ 47 ~ 529
-7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
+7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more ~ 5$ $7
 331 ~ < 331 ~ \neq 331
 (2,\infty) ~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ (-\infty,2) ~ 2
 [1,4) ~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
@@ -202,8 +202,7 @@ C ~ c ~ B ~ CC
 \text{even} ~ uneven ~ odd
 \text{isosceles} ~ isoscele ~ not isosceles
 5\% ~ 5 ~ 0.5
-5 ~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5
-5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
+5 ~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
 \frac73 ~ 2(\frac13) ~ (2)(\frac13)
 101_2 ~ 101 ~ 5
 101 ~ 101_2
@@ -228,9 +227,8 @@ x+y=5 ~ 5 ~ x-y=5 ~ x+z=5
 \frac56 ~ \frac65\approx0.833 ~ \frac56\approx95\% ~ \frac65\approx\frac56 ~ 0.833\approx\frac56
 \frac56 ~ \boxed{\frac56}\boxed{1} ~ 5\boxed{6} ~ 5\mathbf{6}
 12 ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7 {5} ~ 7{5} ~ 12+1i ~ 12+0.5i
-13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13
-13 ~ The answer is 13 or 14 ~ July 13
-13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1
+13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13 ~ The answer is 13 or 14
+13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1 ~ July 13
 \text{Tuesday} ~ The answer is not Tuesday ~ The answer is Thursday ~ It is not Tuesday
 3\pmod7 ~ 3 ~ 7\pmod3 ~ 3\pmod8 ~ 4\pmod7 ~ \pm3
 x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
@@ -263,7 +261,6 @@ x^2+2x+2 ~ (x+1)^2
 6 ~ x=5
 3.14 ~ \pi
 seat ~ east
-7 ~ 5$ $7
 """.strip().splitlines()]
 
 
