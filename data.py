@@ -412,17 +412,22 @@ def epoch_len(problems: Sequence[Problem]) -> int:
     return sum(count for count, _ in _groups(problems))
 
 
+_stored: dict[str, Any] = {}  # the problems of the last call of _groups, and its result
+
+
 def _groups(problems):
     """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
     prompts from the problems `indices`.
 
     All files with the same integer weight form one group. A file with a fractional weight is a group of its
-    own."""
-    groups = defaultdict(list)
-    for i, p in enumerate(problems):
-        groups[p.weight, p.file if p.weight % 1 else ""].append(i)
-    return [(max(1, round(weight * len(indices))), np.array(indices))
-            for (weight, _), indices in groups.items()]
+    own. The groups are stored, because every step needs them: the list of problems must not change."""
+    if _stored.get("problems") is not problems:
+        groups = defaultdict(list)
+        for i, p in enumerate(problems):
+            groups[p.weight, p.file if p.weight % 1 else ""].append(i)
+        _stored.update(problems=problems, groups=[(max(1, round(weight * len(indices))), np.array(indices))
+                                                  for (weight, _), indices in groups.items()])
+    return _stored["groups"]
 
 
 def _epoch(groups, seed, epoch):

@@ -38,7 +38,7 @@ class Meter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        # name -> a tensor: (1,) the sum; (2,) numerator and denominator of a mean; (1101,) a histogram
+        # name -> a tensor: (1,) the sum; (2,) numerator and denominator of a mean
         self.sums = defaultdict(float)
         self.peaks = {}  # name -> maximum
 
@@ -59,19 +59,11 @@ class Meter:
         x = self._double(x)
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
-    def add_quantiles(self, name: str, x: Tensor) -> None:
-        """Add the values x to three metrics: NAME/mean, NAME/p99 (99th percentile) and NAME/max.
-
-        x (n,): values of 0 or more; n may be 0. The percentile comes from a histogram with 100 bins for each
-            factor of 10, so it is up to 2.4 % too high. Values below 1e-9 count as 1e-9, and values above
-            100 as 100."""
+    def add_mean_and_max(self, name: str, x: Tensor) -> None:
+        """Add the values x to the metrics NAME/mean and NAME/max. x (n,): values of 0 or more; n may be 0"""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
-        bins = (100 * x.nan_to_num(100).clamp(1e-9, 100).log10() + 900).long()
-        counts = torch.zeros(1101, dtype=torch.float64, device=self.device)
-        # torch.bincount would make the CPU wait for the GPU
-        self.sums[f"{name}/p99"] += counts.index_add(0, bins, torch.ones_like(x))
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
         """Returns name -> value of all metrics, over all ranks. all_sum, all_max: functions that return the
@@ -83,15 +75,8 @@ class Meter:
         for name, x in zip(self.sums, sums.split(sizes), strict=True):
             if len(x) == 1:
                 metrics[name] = x.item()
-            elif len(x) == 2:
-                total, count = x.tolist()
-                if count:
-                    metrics[name] = total / count
-            elif x.any():
-                below = x.cumsum(0)
-                p99 = int(torch.searchsorted(below, 0.99 * below[-1]))
-                upper_edge = 10 ** ((p99 - 899) / 100)
-                metrics[name] = min(upper_edge, metrics[name.replace("/p99", "/max")])
+            elif x[1]:
+                metrics[name] = (x[0] / x[1]).item()
         return metrics
 
 

@@ -233,7 +233,7 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
-                meter.add_quantiles("logp_gap", (p.old_logp - p.engine_logp)[p.fresh_tokens].abs())
+                meter.add_mean_and_max("logp_gap", (p.old_logp - p.engine_logp)[p.fresh_tokens].abs())
     if critic:
         with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
@@ -708,7 +708,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     old = p.old_logp
     if old is None:
         old = logp.detach()
-        meter.add_quantiles("logp_gap", (old - p.engine_logp)[p.fresh_tokens].abs())
+        meter.add_mean_and_max("logp_gap", (old - p.engine_logp)[p.fresh_tokens].abs())
     segment, n = ppo.segment_ids(p.cu_seqlens, len(p.tokens)), len(p.loss_tokens)
     weight, cut = grpo.mismatch_weight(old, p.engine_logp, p.mask, segment, cfg.mismatch,
                                        *cfg.mismatch_bounds)

@@ -215,9 +215,9 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
-        meter.add_quantiles("gap", x)
-        meter.add_quantiles("equal", torch.full((9,), 0.5))
-        meter.add_quantiles("beyond", torch.tensor([0.0, math.nan, math.inf]))
+        meter.add_mean_and_max("gap", x)
+        meter.add_mean_and_max("equal", torch.full((9,), 0.5))
+        meter.add_mean_and_max("beyond", torch.tensor([0.0, math.nan, math.inf]))
         meter.add("tokens", len(x))
         meter.add("nothing", 0, 0)
         meter.add_max("peak", len(x))
@@ -227,9 +227,7 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     assert "nothing" not in found and found["tokens"] == 350 and found["peak"] == 300
     assert found["gap/mean"] == pytest.approx(every.mean().item(), rel=1e-5)
     assert found["gap/max"] == pytest.approx(every.max().item())
-    exact = every.sort().values[int(0.99 * len(every) - 1e-6)].item()
-    assert exact <= found["gap/p99"] <= 1.024 * exact
-    assert [found[f"equal/{x}"] for x in ("mean", "p99", "max")] == [0.5] * 3
+    assert [found[f"equal/{x}"] for x in ("mean", "max")] == [0.5] * 2
     assert math.isnan(found["beyond/mean"])
 
 

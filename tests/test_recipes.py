@@ -331,8 +331,8 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
     ("maths",): "no reward 'maths' (did you mean math?)", ("math=x",): "weight 'x'",
     ("math", "exact"): "two terms with the same name", ("format",): "no grader", ("overlong",): "no reward",
     ("math", "a.py:f", "b.py:f"): "two terms with the same name", ("math=nan",): "weight 'nan'",
-    ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'", ("math=0",): "weight '0'",
-    ("math", "tags=0.0"): "weight '0.0'", ("math", "d@a.py:f", "D@b.py:g"): "two terms with the same name",
+    ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'", ("math=0",): "in --reward is 0",
+    ("math", "tags=0.0"): "is 0", ("math", "d@a.py:f", "D@b.py:g"): "two terms with the same name",
     ("math", "a/b@a.py:f", "a-b@b.py:g"): "two terms with the same name",
     ("@a.py:f",): "no data set before its @", ("math", "r.py:overlong"): "of the built-in part overlong",
     ("math", "nonstop@r.py:f"): "built-in part nonstop", ("math", "r.py:format"): "built-in part format",
@@ -627,7 +627,8 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
             gap = found["differences"]["sums"]["metrics"]["avg@4"]
             assert gap == pytest.approx({"value": mean, "stderr": error})
             words += f" {mean:+.4f} ± {error:.4f}"
-        assert lines[i - 3].split() == words.split()
+        assert lines[i - 5].split() == words.split()
+    assert lines[-6:-2] == Path("runs/eval/runs--c--policy/sums/comparison.txt").read_text().splitlines()
     assert len({values.mean() for values in rewards}) == 3
     for out in [], ["--out", str(together)]:
         assert run_ranks(2, outcome, [model, *argv, *out]) == [

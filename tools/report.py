@@ -65,7 +65,7 @@ response length (tokens)              response_len(/right|/wrong)?         linea
 shares                                truncated|uniform_groups|clip_share  share
 entropy (nats a token)                entropy                              linear
 gradient norm                         grad_norm/.+                         log
-|engine − trainer| log-prob (nats)    logp_gap/(mean|p99|max)              log
+|engine − trainer| log-prob (nats)    logp_gap/(mean|max)                  log
 critic: explained variance (≥ −1)     explained_variance                   variance
 reflections (a response)              reflections                          share
 tokens a second                       tokens_per_s                         linear
