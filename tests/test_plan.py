@@ -419,5 +419,5 @@ def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, sai
     assert "estimated seconds" not in said
     with pytest.raises(UserError, match="no /no/such/config.json; needed: --model"):
         said_by("orz-7b --model /no/such")
-    with pytest.raises(UserError, match="choice 'H1000' for argument '--gpu'. Expected one of .*H100"):
+    with pytest.raises(UserError, match="choice 'H1000' for argument '--gpu'; needed: one of .*H100"):
         said_by("orz-7b --gpu H1000")

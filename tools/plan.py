@@ -327,8 +327,8 @@ def _update_instants(case, name, kept):
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
     # A backward pass of a layer allocates what it recomputes (`again`), the gradients of the MLP's gate and
-    # up, and three tensors of the hidden size.
-    working = T * (again + b * (2 * shape.inner + 3 * d))
+    # up, and two tensors of the hidden size.
+    working = T * (again + b * (2 * shape.inner + 2 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
