@@ -213,13 +213,10 @@ class Engine(abc.ABC):
             yield
         except Exception as e:
             message = (str(e).strip().splitlines() or [""])[0]
-            remedy = ""
-            if isinstance(e, torch.OutOfMemoryError) or "out of memory" in message.lower():
-                share, seqs = self.cfg.engine_share, self.cfg.max_num_seqs
-                remedy = (f"\nneeded: a smaller --engine_share ({share}) if the trainer or other processes "
-                          f"hold the memory, a smaller --max_num_seqs ({seqs}) if sampling does")
-            raise RuntimeError(f"the engine failed {doing}: {type(e).__name__}: {message}\n"
-                               f"{self.ledger.table()}{remedy}") from e
+            raise RuntimeError(
+                f"the engine failed {doing}: {type(e).__name__}: {message}\n{self.ledger.table()}\n"
+                f"if memory was short: a smaller --engine_share ({self.cfg.engine_share}) or --max_num_seqs "
+                f"({self.cfg.max_num_seqs})") from e
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:

@@ -20,6 +20,7 @@ import torch
 
 import dist
 import grpo
+from ckpt import CODE
 from configs import PRESETS, Config, Say, UserError, require, short_hash
 from data import (
     Problem,
@@ -115,11 +116,14 @@ def part_names(cfg: Config) -> list[str]:
 
 
 def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash of the content, for each Python file that --reward or --env uses."""
+    """Returns path -> hash of the content, for each Python file that --reward or --env uses, and for
+    the files beside it that it imports. Files of torz are left out."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
-    files = sorted({Path(function.rpartition(":")[0]) for function in functions if function})
-    return {str(file): short_hash(file.read_bytes()) if file.is_file() else ""
-            for file in files}
+    files = {Path(function.rpartition(":")[0]) for function in functions if function}
+    beside = {other for file in files for other in file.parent.glob("*.py") if re.search(
+        rf"(?m)^\s*(?:import|from)\s.*\b{re.escape(other.stem)}\b", file.read_text(errors="replace"))}
+    return {str(file): short_hash(file.read_bytes())
+            for file in sorted(files | beside) if file.absolute() not in CODE}
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:

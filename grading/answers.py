@@ -250,8 +250,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
     (r"[,;]+([,;])", r"\1"),
-    (r"\\(frac|overline|sqrt(?:\[\w\])?|log_) ?(\w)", r"\\\1{\2}"),
-    (r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}"),
+    (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
+    (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
     (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
@@ -364,7 +364,8 @@ NO_UNIT = set("""not no or on if is are was be it more less fewer than then wron
     point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
     quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth
     permille     mille base binary octal decimal hex hexadecimal ten
-    score gross dozen lakh crore""".split())
+    score gross dozen lakh crore hundred thousand million billion trillion doubled
+    tripled pct ppm""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(

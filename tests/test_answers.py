@@ -152,7 +152,7 @@ x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
 \frac{1234}{5} ~ \frac{1,234}{5}
 7{:}45 ~ 7:45
 3\sqrt[3]{4} ~ 3\sqrt[3]4
-\binom{10}{3} ~ {10 \choose 3}
+\binom{10}{3} ~ {10 \choose 3} ~ \binom{10}3
 2\mathbf{i}-3\mathbf{j} ~ 2\hat{i}-3\hat{j} ~ 2\hat{\mathbf{i}}-3\hat{\mathbf{j}} ~ 2i-3j ~ 2\vec i-3\vec j
 \sin 50^\circ ~ \sin(50^\circ) ~ \sin 50° ~ \cos 40^\circ
 €45 ~ 45 ~ 45 euros
@@ -294,13 +294,13 @@ k\ge4\text{ or }k\le-4 ~ |k|\ge4 ~~ |k|>4 ~ |k|\le4 ~ k\ge4
 120 ~ 120. ~~ 5! ~ \binom{10}{3} ~ C_{10}^{3}
 \binom{10}{3} ~ 120 ~ C_{10}^{3} ~~ \binom{9}{3}
 \frac{\sqrt3}{2} ~ \sqrt{\frac34} ~~ \sin60^\circ ~ \cos\frac{\pi}{6}
-\frac{\pi}{4} ~ 0.25\pi ~~ \arctan1 ~ \int_0^1\frac{1}{1+x^2}dx ~ \lim_{x\to0}\frac{\pi}{4}
+\frac{\pi}{4} ~ 0.25\pi ~ \frac\pi4 ~~ \arctan1 ~ \int_0^1\frac{1}{1+x^2}dx ~ \lim_{x\to0}\frac{\pi}{4}
 (2,50) ~ (2.0,50) ~~ (\frac42,50) ~ (2,5\cdot10)
 \frac34 ~ 0.75 ~~ 5\lor7\lor\frac34 ~ 3@\frac34 ~ 3\&\frac34 ~ 1\mid\frac34
 x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12 ~ x=\frac34
 \{1\}\cup\{3\} ~ 1\text{ or }3 ~ \{1,3\} ~~ 1 ~ \{3\}
 [3,\infty)\cup\{0\} ~ x=0\lor x\ge3 ~~ x\ge3 ~ x\ge0
-2 ~ 2 cases ~~ 2 thirds ~ 2 tenths ~ 2 score ~ 2 gross ~ 2 lakh ~ 2 reciprocal ~ 2 squared
+2 ~ 2 cases ~~ 2 thirds ~ 2 tenths ~ 2 score ~ 2 gross ~ 2 lakh ~ 2 millions ~ 2 pct ~ 2 squared
 3\pi ~ 3\pi\text{ cm} ~~ 3\pi\text{ thousand}
 101 ~ 101 cars ~~ 101 in binary ~ 101 base two
 42\% ~ 42 per cent ~ 0.42 ~~ 42 ~ 42 permille

@@ -315,16 +315,21 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    file, text = tmp_path / "mine.py", "def score(response, answer, kind):\n    return 1.0\n"
+    """The run compares the reward's file and the files beside it that the file imports."""
+    file, helper = tmp_path / "mine.py", tmp_path / "helper.py"
+    text = "from helper import ONE\n\n\ndef score(response, answer, kind):\n    return ONE\n"
     cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
                               out=str(tmp_path / "run"))
-    env = base.reward[0].replace(":digits", ":respond")
-    assert rollout.reward_files(dataclasses.replace(cfg, env=env)).keys() == {str(file), env.split(":")[0]}
     messages = []
-    for steps, edit in ((1, ""), (2, "# edited"), (2, "")):
+    for steps, edit, one in ((1, "", 1.0), (2, "# edited", 1.0), (2, "", 2.0), (2, "", 1.0)):
         file.write_text(text + edit)
+        helper.write_text(f"ONE = {one}")
         messages += run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=steps))
-    assert f"another config ({file}: " in messages.pop(1) and messages == ["", ""]
+    assert f"another config ({file}: " in messages[1] and f"another config ({helper}: " in messages[2]
+    assert messages[::3] == ["", ""]
+    env = base.reward[0].replace(":digits", ":respond")
+    files = rollout.reward_files(dataclasses.replace(cfg, env=env))
+    assert files.keys() == {str(file), str(helper), env.split(":")[0]}
 
 
 @pytest.mark.parametrize("reward,words", {

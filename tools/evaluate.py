@@ -375,9 +375,8 @@ def main(argv: Sequence[str]) -> None:
     with make_grader(cfg, say) as grader:
         candidates = [load_candidate(cfg, say_once, grader.reads_rows) for cfg in cfgs]
         check_candidates(candidates, world)
-        asked = {name: getattr(cfg, name) for cfg in cfgs[:1] for name in as_trained([c.model for c in cfgs])}
-        if asked:
-            say_once(f"the models are asked as torz.json and flags say: {asked}")
+        say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, --eval_temperature "
+                 f"{cfg.eval_temperature}")
         # The gold answers are the same for all models, so those of the first model are checked.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
