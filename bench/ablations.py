@@ -4,8 +4,8 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
---part core runs the variants that decide most claims. `all` runs all variants. `power` runs only grpo and
-ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds on the hardest task.
+--part core runs the variants that decide most claims. `all` runs all variants. `critic` runs all variants of
+PPO, and grpo. `power` runs only grpo and ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds on the hardest task.
 
 A variant is a reference recipe with other flags or with a patched function. Variant and reference are
 compared on the same seeds, by their held-out accuracy after the last step.
@@ -51,7 +51,7 @@ from tools import tiny
 VARIED = ROOT / "runs/ablations-vary.jsonl"
 STEPS = 30
 HARDEST = "think"
-TASKS = {  # task -> (flags of the task's runs, threshold of the function steps_to)
+TASKS = {  # task -> (flags of its runs, the mean reward that `steps_to` waits for)
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
     "product": (dict(max_response_len=72), 0.3),
@@ -359,10 +359,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values, with a 95 % interval by Student's t. values: at most 30,
-    because T_975 ends there"""
+    """Returns the mean of independent values, with a 95 % interval by Student's t. With more than 30 values
+    the interval is a little too wide, because T_975 ends there."""
     n = len(values)
-    half = T_975[n - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
+    half = T_975[min(n, 30) - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
 
 
@@ -383,8 +383,8 @@ def collapsed(row: dict) -> bool:
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms before the run's collapse, or of all alarms if there is none. From
-    the collapse on, every mean of five rewards is below half of the best mean of five rewards."""
+    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse. The
+    collapse is the end of the last five steps whose mean reward is at least half of the best such mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -407,16 +407,16 @@ MEASURES = {  # name of a measured number -> function of a run's results and tas
     "entropy": lambda row, task: last(row["entropy"]),
     "collapsed": lambda row, task: float(collapsed(row)),
 }
-Runs = dict[tuple[str, str], dict[int, dict]]  # (task, variant) -> seed -> results of the run
+Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> (weights, seed) -> results
 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean difference of `measure`, variant minus reference, over the seeds that both have; None
-    without such a seed."""
+    """Returns the mean difference of `measure`, variant minus reference, over the base models and seeds that
+    both have. Returns None if they have none in common."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
-    gaps = [f(ours[seed], task) - f(theirs[seed], task) for seed in sorted(ours.keys() & theirs.keys())]
+    gaps = [f(ours[key], task) - f(theirs[key], task) for key in sorted(ours.keys() & theirs.keys())]
     return estimate(gaps) if gaps else None
 
 
@@ -621,7 +621,8 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
 
 def report(runs: Runs) -> str:
     tasks, variants = tasks_of(runs), matrix()
-    planned, made = 5 * len(TASKS) * len(variants), sum(seed < 5 for seeds in runs.values() for seed in seeds)
+    planned, made = 5 * len(TASKS) * len(variants), sum(
+        seed < 5 for found in runs.values() for seed in {seed for _, seed in found})
     rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
             for task in tasks}
     base = ", ".join(f"{task} {fmean(r['base'] for r in found if r['base'] is not None):.3f}"
@@ -634,19 +635,21 @@ def report(runs: Runs) -> str:
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
         "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
-        "- All runs of a task start from one base model. With another base model, results can differ.",
+        "- A difference is the mean of the differences on each base model and seed that both variants have. So "
+        "it can be clear although the ± of both accuracies overlap.",
+        "- The variants of PPO ran on another CPU than most others, with GRPO beside them. There the base "
+        "models differ by rounding.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
         "of the best mean of five steps.",
         "- The `wrong-grades` variants have wrong grades in training only.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         "## Claims", "",
-        "The difference is a mean over the seeds that both variants have. The verdict is `can't tell` if the "
-        "95 % interval of the difference contains 0.", "",
+        "The verdict is `can't tell` if the 95 % interval of the difference contains 0.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
         "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. The last two "
-        "columns list the recipes whose accuracy is clearly lower or higher: the 95 % interval of the "
-        "difference excludes 0.", "",
+        "columns list the recipes than which a recipe is clearly higher or lower: the 95 % interval of "
+        "the difference excludes 0.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
         "After each alarm, in parentheses, is the number of runs with this alarm. N stands for any number in "
@@ -668,18 +671,14 @@ def weights_of(base: str) -> str:
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
-def read_runs(keys: dict[tuple[str, str, int], str], weights: dict[str, str], vary: bool = False) -> Runs:
-    """Returns the finished runs with these settings and base models.
-
-    keys: (task, variant, seed) -> result of key_of
-    weights: task -> result of weights_of. A task without an entry gets the weights of its newest run.
-    vary: whether to read the runs of --vary too"""
-    rows = [row for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"] for row in read_jsonl(file)]
-    weights, runs = {row["task"]: row["weights"] for row in rows} | weights, {}
-    for row in rows:
-        name = row["task"], row["variant"], row["seed"]
-        if keys.get(name) == row["settings"] and row["weights"] == weights[row["task"]]:
-            runs.setdefault(name[:2], {})[row["seed"]] = row
+        "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
+        "- A difference is the mean of the differences on each base model and seed that both variants have. So "
+        "it can be clear although the ± of both accuracies overlap.",
+        "- The variants of PPO ran on another CPU than most others, with GRPO beside them. There the base "
+        "models differ by rounding.",
+        "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
+        "of the best mean of five steps.",
+        "- The `wrong-grades` variants have wrong grades in training only.", "",
     return runs
 
 
@@ -699,6 +698,8 @@ def varied(spec: str) -> dict[str, Variant]:
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
     if args.vary:
         return varied(args.vary), args.seeds
+    if args.part == "critic":
+        return {n: v for n, v in matrix().items() if n == "grpo" or v.reference == "ppo"}, args.seeds
     if args.part in ("power", "stability"):
         return {name: CORE[name] for name in ("grpo", "ppo")}, {"power": 10, "stability": 30}[args.part]
     variants = CORE if args.part == "core" else matrix()
@@ -711,7 +712,7 @@ def tasks_of(runs: Runs) -> list[str]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="core", choices=("core", "all", "power", "stability"))
+    parser.add_argument("--part", default="core", choices=("core", "all", "critic", "power", "stability"))
     parser.add_argument("--tasks", nargs="*", choices=TASKS, help=f"default: all; for stability: {HARDEST}")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
@@ -739,14 +740,15 @@ def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, t
 def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
-    runs, waiting = read_runs(keys, weights, bool(args.vary)), []
+    runs, waiting = read_runs(keys, bool(args.vary)), []
     for (task, name, seed), (cfg, variant) in plan.items():
-        if name in wanted and task in base and seed < seeds and seed not in runs.get((task, name), {}):
+        if name in wanted and task in base and seed < seeds and (
+                (weights[task], seed) not in runs.get((task, name), {})):
             row = dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed],
                        weights=weights[task])
             waiting.append((row, cfg, variant))
     train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
-    return read_runs(keys, weights, bool(args.vary))
+    return read_runs(keys, bool(args.vary))
 
 
 def main() -> None:
@@ -755,7 +757,7 @@ def main() -> None:
     base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
     plan = plan_of(matrix() | wanted, base)
     keys = {name: key_of(*run) for name, run in plan.items()}
-    runs = read_runs(keys, {}, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
+    runs = read_runs(keys, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
     if args.vary:
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
