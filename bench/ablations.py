@@ -5,7 +5,8 @@
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
 --part core runs the variants that decide most claims. `all` runs all variants. `critic` runs all variants of
-PPO, and grpo. `power` runs only grpo and ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds on the hardest task.
+PPO, and grpo. `power` runs only grpo and ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds
+on the hardest task.
 
 A variant is a reference recipe with other flags or with a patched function. Variant and reference are
 compared on the same seeds, by their held-out accuracy after the last step.
