@@ -384,8 +384,9 @@ def collapsed(row: dict) -> bool:
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse. The
-    collapse is the end of the last five steps whose mean reward is at least half of the best such mean."""
+    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse.
+    The collapse is the end of the last five steps whose mean reward is at least half of the best such
+    mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -636,8 +637,8 @@ def report(runs: Runs) -> str:
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
         "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
-        "- A difference is the mean of the differences on each base model and seed that both variants have. So "
-        "it can be clear although the ± of both accuracies overlap.",
+        "- A difference is a mean over the base models and seeds that both variants have. So it can be clear "
+        "although the ± of both accuracies overlap.",
         "- The variants of PPO ran on another CPU than most others, with GRPO beside them. There the base "
         "models differ by rounding.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
@@ -672,14 +673,15 @@ def weights_of(base: str) -> str:
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
-        "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
-        "- A difference is the mean of the differences on each base model and seed that both variants have. So "
-        "it can be clear although the ± of both accuracies overlap.",
-        "- The variants of PPO ran on another CPU than most others, with GRPO beside them. There the base "
-        "models differ by rounding.",
-        "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
-        "of the best mean of five steps.",
-        "- The `wrong-grades` variants have wrong grades in training only.", "",
+def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
+    """Returns the finished runs with these settings. keys: (task, variant, seed) -> key_of. vary: also reads
+    the runs of --vary."""
+    runs = {}
+    for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
+        for row in read_jsonl(file):
+            task, variant, seed = name = row["task"], row["variant"], row["seed"]
+            if keys.get(name) == row["settings"]:
+                runs.setdefault((task, variant), {})[row["weights"], seed] = row
     return runs
 
 
