@@ -639,8 +639,8 @@ def report(runs: Runs) -> str:
         "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
         "- A difference is a mean over the base models and seeds that both variants have. So it can be clear "
         "although the ± of both accuracies overlap.",
-        "- On countdown, the variants of PPO ran on another CPU than the others, with GRPO beside them. So the "
-        "base models differ by rounding.",
+        "- On countdown, the variants of PPO ran on another CPU than the others, with GRPO beside them. So "
+        "the base models differ by rounding.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
         "of the best mean of five steps.",
         "- The `wrong-grades` variants have wrong grades in training only.", "",
