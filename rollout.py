@@ -117,9 +117,9 @@ def part_names(cfg: Config) -> list[str]:
 
 def reward_files(cfg: Config) -> dict[str, str]:
     """Returns path -> hash of the content, for each Python file that --reward or --env uses, and for
-    the files beside it that it imports. Files of torz are left out."""
+    the files beside it that it imports. Files of torz, and files that are missing, are left out."""
     functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
-    files = {Path(function.rpartition(":")[0]) for function in functions if function}
+    files = {file for function in functions if (file := Path(function.rpartition(":")[0])).is_file()}
     beside = {other for file in files for other in file.parent.glob("*.py") if re.search(
         rf"(?m)^\s*(?:import|from)\s.*\b{re.escape(other.stem)}\b", file.read_text(errors="replace"))}
     return {str(file): short_hash(file.read_bytes())

@@ -359,13 +359,12 @@ ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias 
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are a unit, as in `5 meters`. But if one of these words is among them, the number and
 # the words are a text, as in `10 dozen`, which is not 10.
-NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below about
-    around at least most between times plus minus half halves third squared cubed factorial negative positive
-    point never false unknown unless except but maybe from by cube root inverse reciprocal double twice triple
-    quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth millionth
-    permille     mille base binary octal decimal hex hexadecimal ten
-    score gross dozen lakh crore hundred thousand million billion trillion doubled
-    tripled pct ppm""".split())
+NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below
+    about around at least most between times plus minus half halves third squared cubed factorial negative
+    positive point never false unknown unless except but maybe from by cube root inverse reciprocal double
+    twice triple quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth
+    millionth permille mille base binary octal decimal hex hexadecimal ten score gross dozen lakh crore
+    hundred thousand million billion trillion pct""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(

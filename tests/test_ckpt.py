@@ -271,7 +271,7 @@ def test_what_may_differ_on_resume():
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of the run's updates
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
     assert differing(orz, prompts_per_step=16, betas=(0.9, 0.99), seed=1) == [
-        "seed: 0 -> 1", "prompts_per_step: 128 -> 16", "betas: [0.9, 0.95] -> [0.9, 0.99]"]
+        "prompts_per_step: 128 -> 16", "seed: 0 -> 1", "betas: [0.9, 0.95] -> [0.9, 0.99]"]
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):

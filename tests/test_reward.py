@@ -428,7 +428,7 @@ def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
 class Judge(BaseHTTPRequestHandler):
     """Scores the share of the response's characters that the rubric has. Misbehaves once in a while."""
 
-    calls, log_message = 0, lambda *_: None
+    calls, good, log_message = 0, 0, lambda *_: None
     odd = [b"{}", b'{"score": NaN}', b"no JSON", None]
 
     def do_POST(self):
@@ -441,7 +441,8 @@ class Judge(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text or b"")
-        if Judge.calls == 500:  # the server dies in one of the last steps
+        Judge.good += right > 0.5
+        if Judge.good >= 64:  # the server dies when the model has learned
             threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
 
