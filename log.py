@@ -241,6 +241,7 @@ class Logger(contextlib.AbstractContextManager):
 
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows and log an alarm."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -249,8 +250,8 @@ class Logger(contextlib.AbstractContextManager):
                 # With purge_step, TensorBoard hides what an interrupted run wrote for later steps.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
-                for name, x in row.items():
-                    self.writer.add_scalar(name, x, row["step"])
+                values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
+                self.writer.file_writer.add_summary(Summary(value=values), row["step"])
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:

@@ -130,6 +130,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples that
     were cut at the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
+    if not weights and not cfg.mask_truncated:
+        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
@@ -245,7 +247,7 @@ class Trajectories:
     def _take(self, before, segment):
         """Append `segment`, a Sample with the tokens of this round, to the trajectory `before`. Returns True
         if the turn ended in this round."""
-        s = self._join(before, segment)
+        s = self._join(before, segment) if len(before.ids) else segment
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
             self.open[s.key] = replace(s, text=before.text)
