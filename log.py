@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +26,7 @@ import dist
 from configs import Config, Say, UserError, printable, read_jsonl, replace_text, shorten
 from data import Pack, Sample, group_by_prompt
 from grading.worker import REASONS
+from reward import repeated_ngrams
 
 NAN = float("nan")
 
@@ -107,8 +107,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "sample_len": [s.length for s in samples],
         "truncated": [not s.stopped for s in samples],
         "reflections": [reflections(s.policy_text) for s in samples],
-        # slow, so only for the first response to each prompt
-        "repetition": [repeat_score(group[0].policy_text) for group in groups],
+        "repetition": [repeated_ngrams(s.policy_text) for s in samples],
     }
     if turns:
         metrics["turns"] = [s.turns for s in samples]
@@ -129,30 +128,6 @@ def reflections(text: str) -> int:
     """Returns how often words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
-
-
-def repeat_score(text: str) -> float:
-    """Returns how much a text repeats itself, from 0 (no repetition) to nearly 1, as in Open-Reasoner-Zero.
-
-    For a text of n characters, the result is 2 Σ LCP / (n (n + 1)). The sum is over all pairs of neighbours
-    in the sorted list of the text's suffixes, and LCP is the length of the longest common prefix of a pair.
-    Prefix doubling sorts the suffixes in O(n log² n) (Manber and Myers 1990)."""
-    if not text:
-        return 0.0
-    n = len(text)
-    # suffix_ranks[k][i]: rank of the suffix from character i on, if only the first 2^k characters count
-    suffix_ranks, keys = [], list(text)
-    while not suffix_ranks or suffix_ranks[-1].max() < n - 1:
-        rank = np.unique(keys, return_inverse=True)[1]
-        suffix_ranks.append(np.append(rank, -1))  # the empty suffix has the lowest rank
-        second_half = np.minimum(np.arange(n) + 2 ** (len(suffix_ranks) - 1), n)
-        keys = rank * (n + 1) + suffix_ranks[-1][second_half]
-    order = np.argsort(suffix_ranks[-1])[1:]
-    i, j = order[:-1], order[1:]  # starts of neighbouring suffixes
-    for k in reversed(range(len(suffix_ranks))):
-        common = 2**k * (suffix_ranks[k][i] == suffix_ranks[k][j])
-        i, j = i + common, j + common
-    return 2 * float((i - order[:-1]).sum()) / (n * (n + 1))
 
 
 # --- the run's folder

@@ -27,6 +27,7 @@ from taught import taught
 import data
 import dist
 import log
+import reward
 import rollout
 from bench import shape, tasks
 from configs import PRESETS, UserError, parse, read_jsonl
@@ -431,19 +432,10 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
     assert evaluate.std_error([0.5]) is None and evaluate.std_error([]) is None
 
 
-def test_the_repeat_score_is_the_naive_score():
-    """The score is 2 Σ LCP / (n (n + 1)) over common prefixes (LCP) of neighbours among sorted suffixes."""
-    def naive(text):
-        suffixes = sorted((text[i:] for i in range(len(text))), key=lambda s: [ord(c) for c in s])
-        total = sum(len(os.path.commonprefix([a, b])) for a, b in itertools.pairwise(suffixes))
-        return 2 * total / (len(text) * (len(text) + 1))
-
-    rng = random.Random(0)
-    texts = ["".join(rng.choice("ab") for _ in range(rng.randrange(2, 60))) for _ in range(60)]
-    for text in [*texts, "a" * 50, "abc" * 20, "né∑" * 5 + "\U0001f600", "ab"]:
-        assert log.repeat_score(text) == pytest.approx(naive(text)), text
-    assert log.repeat_score("") == log.repeat_score("a") == 0 < log.repeat_score("ab" * 99) < 1
-    # words of second thoughts
+def test_repetition_and_reflections_of_a_text():
+    """Repetition: the share of word trigrams that occurred before. Reflections: words of second thoughts."""
+    repetition = {"": 0, "a b": 0, "a b c d": 0, "a b c a b c": 1 / 4, "So so SO so": 1 / 2}
+    assert {text: reward.repeated_ngrams(text) for text in repetition} == repetition
     assert log.reflections("Wait, however, wait, I recheck. However so.") == 4
 
 
