@@ -236,10 +236,11 @@ def test_batches_and_hours_of_orz_7b():
     steps = -(-20 * 57000 // 128)
     assert (run["steps"], run["episodes"]) == (steps, 8192 * steps)
     assert models["updates"] == {"policy": steps, "critic": 12 * steps}
-    step = table["estimated seconds"]["step"]
-    assert step["quarter length"] == plan.seconds(c, 2048 / 8, 2000)["step"]
-    for length, seconds in step.items():
-        assert run[f"hours, {length}"] == pytest.approx(steps * seconds / 3600)
+    time = table["estimated seconds"]
+    assert time["step"]["quarter length"] == plan.seconds(c, 2048 / 8, 2000)["step"]
+    for length, seconds in time["step"].items():
+        for n, name in ((steps, f"{steps:,} steps, hours"), (1000, "1,000 steps, hours")):
+            assert time[name][length] == pytest.approx(n * seconds / 3600)
     total, *items = table["memory of a rank, GiB"].values()
     for phase, n in total.items():
         assert n == pytest.approx(sum(item[phase] for item in items))

@@ -678,12 +678,12 @@ def plan_of(case: Case) -> Plan:
     if case.gpu and case.gpu.flops:
         times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
                  "full length": seconds(case, *case.longest)}
+        for phases in times.values():
+            phases |= {f"{n:,} steps, hours": n * phases["step"] / 3600 for n in (1000, steps)}
         plan["estimated seconds"] = _columns(times)
         plan["a rank sends, GiB"] = {
             f"{phase} {collective}": {"in its node": n.within / GIB, "between nodes": n.between / GIB}
             for phase, sends in traffic(case).items() for collective, n in sends.items()}
-        for length, phases in times.items():
-            plan["run"][f"hours, {length}"] = steps * phases["step"] / 3600
     return plan
 
 
