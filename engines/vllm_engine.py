@@ -1,7 +1,7 @@
 """An engine that runs vLLM inside each training rank.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
-and no KV cache, so each step loads the weights again. The order keeps peak memory low:
+and no KV cache, so each step loads the weights again, in an order that keeps the peak memory low:
 
     1. Allocate memory for the engine's weights.
     2. Copy the policy's weights there, one by one.

@@ -106,8 +106,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Returns the largest differences to transformers' model: "logp" in nats, and "gradient": the norm of the
-    difference of a parameter's two gradients / the norm of transformers' gradient."""
+    """Compares our model with transformers'. Returns the largest differences: "logp", of log-probs in nats;
+    "gradient", of a parameter's two gradients, relative to the norm of transformers' gradient."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -131,7 +131,7 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats of engine (kind: torch or vllm) and trainer in log-probs."""
+    """Returns the largest difference in nats between the log-probs of trainer and engine (torch or vllm)."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -164,8 +164,8 @@ def round_to_bf16(module: torch.nn.Module) -> None:
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`. Returns the largest differences to the exports: of log-probs and of
-    the values before a sample's last token by transformers, and of all values by our model."""
+    """Exports policy and critic to `out`. With the exports, transformers computes log-probs and each sample's
+    value before its last token, and our critic computes all values. Returns the largest differences."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -182,7 +182,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,): the exported critic's value before each sample's last token, by transformers."""
+    """Runs the exported critic in transformers. Returns (N,): its value before each sample's last token."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -34,7 +34,7 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples, four per prompt. Some of a prompt begin with the same tokens."""
+    """Returns random graded samples, four per prompt. A prompt's first two may begin alike."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -52,7 +52,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins the process group at `port`. Returns the sum of rank + 1, and whether an earlier key is seen."""
+    """Joins the process group at `port`. Returns the sum of rank + 1, and whether the store has old keys."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -123,7 +123,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Trains for three updates, with and without moves to the host. Returns this rank's state of both."""
+    """Trains for three updates, twice: with moves to the host, and without. Returns the tensors of both."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -203,7 +203,7 @@ def has_steps(cfg, count: int) -> bool:
 
 
 def samples_for_a_second() -> bool:
-    """Returns whether this rank is sampling, after a pause of one second if it is."""
+    """If this rank is sampling, sleeps for a second. Returns whether it was sampling."""
     if sampling := dist.CURRENT.name == "rollout":
         time.sleep(1)
     return sampling
@@ -222,7 +222,7 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Trains as if rank 1 had the host name "other", with `other` at the path `folder`. Root only."""
+    """Trains as if rank 1 ran on a host "other", with the folder `other` in place of `folder`. Needs root."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Returns whether a NaN update changed nothing, whether the next one moved, and the last error."""
+    """Returns whether a NaN update changed no weight, whether a finite one did, and the error after three."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
@@ -265,7 +265,7 @@ def gap_checked(cfg, gap: float) -> str:
 
 
 def network(local: int, *planned: float) -> list[str]:
-    """Returns the lines of check_network. local: number of ranks of a node."""
+    """Returns the lines that dist.check_network prints. Its docstring explains `local` and `planned`."""
     world, said = dist.init("cpu", "float32"), []
     dist.check_network(world, local, planned, said.append)
     return said
@@ -286,9 +286,9 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds. Returns the prompts before ("drawn") and after ("prompts"),
-    prompt_id -> "rewards" for this rank's prompts, the number of prompts in the mean of the metric pass@n
-    ("measured"), and the text of alarms.jsonl ("alarms")."""
+    """Samples step 0 with --resample_rounds. Returns "drawn" and "prompts" (the prompts before and after the
+    replacement), "rewards" (prompt_id -> rewards, for this rank's prompts), "measured" (the number of prompts
+    in the mean of pass@n), and "alarms" (the text of alarms.jsonl)."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -314,7 +314,7 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
 
 
 def checked(engine, policy, prompts) -> tuple[str, float]:
-    """Returns the self-check's error message, and the mean gap of log-probs in nats per token."""
+    """Runs the self-check (guard/selfcheck.py). Returns its error message and its largest gap."""
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
@@ -324,7 +324,7 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns samples of both temperatures by key, "turns" and "selfcheck"."""
+    """Samples with vLLM. Returns temperature (0 and 1) -> samples by key, and "turns" and "selfcheck"."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would

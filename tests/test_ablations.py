@@ -213,7 +213,7 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """Weights are two steps old, logits have noise. The last evaluation has new weights and no noise."""
+    """The engine has weights of two steps ago and noisy logits, except in the last evaluation."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):
@@ -231,7 +231,7 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """With packs of 4 and 12 tokens, a token's weight is 1/16 in the update's mean, else 1/8 or 1/24."""
+    """A mean over 16 tokens weighs each by 1/16. A mean of two packs' means weighs by 1/8 or 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

@@ -94,7 +94,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains 6 steps; with `out`, saves after 3 and resumes. Returns the warnings and both models' states."""
+    """Trains 6 steps; with `out`, saves after 3 and resumes. Returns warnings and states (policy, ref)."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "versions": {}}
 
@@ -129,7 +129,7 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """Training continues during the save. Of four ranks, two hold copies and do not write them."""
+    """Training continues during the save. Of four ranks, two hold copies of shards and write no tensors."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -266,7 +266,7 @@ def test_what_may_differ_on_resume():
                      steps=9, track=("wandb",)) == []
     debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
     assert differing(orz, prompts_per_step=16, **debug) == []
-    assert differing(orz, prompts_per_step=7, **debug) == [  # a flag beats the layout
+    assert differing(orz, prompts_per_step=7, **debug) == [  # 7 came from a flag: every change counts
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of the run's updates
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
@@ -355,7 +355,7 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
 
 
 def test_signals_are_handled_only_while_training(capfd):
-    """Later, the earlier handlers are back, and the end of the grace period does not kill the process."""
+    """Afterwards, the old handlers are back, and the end of the grace period does not kill the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -204,7 +204,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After Slurm's signal the script waits for the save. Without one it exits with srun's status."""
+    """After Slurm's signal the script waits for the save. Without a signal it exits with srun's status."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -311,7 +311,7 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has a row for each fault of bench/chaos.py and for --nodes 2."""
+    """docs/faults.md has a row for each fault of bench/chaos.py, and `node` for the option --nodes 2."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -379,7 +379,7 @@ def test_the_hours_are_the_plans():
 
 
 def test_a_flag_of_another_library_is_answered_with_ours():
-    """The last name in each cell of the FAQ's table is refused with a line that has the row's flag."""
+    """The FAQ's table lists flags of other libraries. Each is refused with a line that names our flag."""
     (table,) = tables(DOCS["docs/faq.md"], "torz")
     for ours, *cells in table[1:]:
         for name in (re.findall(r"`(\w+)`", cell)[-1] for cell in cells if "`" in cell):

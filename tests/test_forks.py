@@ -257,7 +257,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Returns fp32 weights (or states: `suffix` ".exp_avg") of policy, critic or ref after `step` steps."""
+    """Returns fp32 weights of policy or ref after `step` steps, or the optimizer's state named `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}

@@ -211,7 +211,7 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """A mean is over all values of all ranks. A 99th percentile (by a histogram) is up to 2.4 % too high."""
+    """Means and maxima are over all values of all ranks. A mean of no values is left out."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -431,11 +431,11 @@ ONLY = {
     "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
     "reward/<part>/failed": dict(overlong_buffer=8)}
-ELSEWHERE = {"mfu", "response_len/right"}  # only on a GPU, and only with a full reward
+ELSEWHERE = {"mfu", "response_len/right"}  # needs a GPU; needs a sample with reward 1
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """docs/metrics.md has each metric of a usual run and of a run with the settings of ONLY exactly once."""
+    """docs/metrics.md lists each metric of two runs once: a usual run, and one with the settings of ONLY."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

@@ -225,7 +225,7 @@ def test_grpo_family(name):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_weights(level):
-    """The ratio of a token, or one ratio for all tokens of a response, with the bounds 0.5 and 2."""
+    """A token's weight is its ratio, or one ratio for its whole response. The bounds are 0.5 and 2."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         logp, engine, segment = normal(g, len(mask)), normal(g, len(mask)), ppo.segment_ids(cu, len(mask))

@@ -264,7 +264,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
-    """Weights are gathered in 2 bytes (a layer's twice a pack), gradients are summed in 4."""
+    """A pack gathers the layers' weights twice and the others once, in 2 bytes. Gradients have 4 bytes."""
     n, layers = 7_615_616_512, 28 * 233_057_792
     gathered, gradients = 2 * (n + layers), 4 * n
     assert f"{gathered / GIB:.1f} {gradients / GIB:.1f}" == "26.3 28.4"
@@ -289,7 +289,7 @@ def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shar
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns the --shard_ranks of a resumed run: 1. on as many ranks; 2. on more. Each rank is a machine."""
+    """Two ranks, each on its own machine, resume. Returns --shard_ranks if 2 ranks saved, and if 4 saved."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -302,11 +302,11 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """At 100 Gb/s, of which NCCL reaches 80 %, a node sums up the policy's gradients in 4.6 s in an update.
-    The last backward pass of the update hides a part of them. Nothing else is slower than the compute."""
+    """At 100 Gb/s, of which NCCL reaches 80 %, nodes sum up the policy's gradients of an update in 4.6 s. The
+    last backward pass of the update hides a part of this time. All other passes hide all their traffic."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
-    packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 10.7 packs an update of the critic
+    packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up
 
     def waits(n):
         flop = 2 * (2 * n * tokens + 2 * 28 * 3584 * tokens * 8192)

@@ -55,7 +55,7 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns the gradients of all jobs on one rank: with large packs, and with packs of about one sample."""
+    """Returns the gradients of JOBS on one rank: with large packs, and with packs of about one sample."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
@@ -75,9 +75,9 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, two pairs of ranks share shards and sum their gradients once an update."""
+    """With --shard_ranks 2, each pair of ranks holds all shards. Once an update, the pairs add gradients."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    in_each_pack = (True, lambda model, packs: packs)  # dist.accumulate without its rule
+    in_each_pack = (True, lambda model, packs: packs)  # pairs add gradients in each pack
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
     cases += [(i, whole[i]) for i in (1, 3)]
@@ -85,7 +85,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP has three groups of weights a model. The critic's are gathered before, for its values.
+            # FSDP gathers a model's weights in 3 groups. With reshard=False, the update gathers only those of
+            # the policy, because the critic's were gathered to compute its values.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -189,7 +190,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # the step counts, too: the fused kernel needs them on the GPU
+    dist.to_device(model, optimizer, "meta")  # also Adam's step counts, for the fused kernel
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 

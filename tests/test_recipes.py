@@ -50,7 +50,7 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     nonstop_penalty=0.0, drop_uniform=False, extractor=("orz",), reward=("math",), system_prompt="",
     mismatch_bounds=(0.0, 2.0),
     adam_eps=1e-8, eval_top_p=1.0)  # the defaults of torch's AdamW and of vLLM
-# The same file with use_grpo. The aggregation and the ratio are those of its loss.
+# The same file with use_grpo. The aggregation and the ratio are those of ORZ's loss function.
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
@@ -118,7 +118,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
 
 
 def test_the_batches_of_the_presets_are_those_of_the_papers():
-    """docs/algorithms.md has the lines that this test makes."""
+    """The test builds a row of a table for each preset in BATCHES. docs/algorithms.md has these rows."""
     for name, (paper, source) in BATCHES.items():
         p = PRESETS[name]
         ours = p.samples_per_step, p.updates_per_step, p.samples_per_step // p.policy_updates
@@ -433,7 +433,7 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
 
 
 def test_repetition_and_reflections_of_a_text():
-    """Repetition: the share of word trigrams that occurred before. Reflections: words of second thoughts."""
+    """Repetition: the share of word trigrams that occurred before. Reflections: words like "wait,"."""
     repetition = {"": 0, "a b": 0, "a b c d": 0, "a b c a b c": 1 / 4, "So so SO so": 1 / 2}
     assert {text: reward.repeated_ngrams(text) for text in repetition} == repetition
     assert log.reflections("Wait, however, wait, I recheck. However so.") == 4
@@ -461,7 +461,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """If prompts whose samples have one reward remain after the last round, an alarm says so."""
+    """If the samples of some prompt still have equal rewards after the last round, an alarm says so."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"

@@ -242,7 +242,7 @@ def test_hostile_answers_end_within_the_deadline():
 ])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
-    """--reward and --env refuse the same mistakes. The trainer itself doesn't run the file."""
+    """--reward and --env refuse the same mistakes. A file that ends its process does not end the trainer."""
     custom("def score(response, answer, kind): return 1")
     files = {"bad": "def score(", "two": "def score(response, answer): return 1",
              "leaves": "raise SystemExit(0)",
@@ -390,7 +390,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
-    """Each of four calls waits for the other three, although there is one worker with a deadline of 0.1 s."""
+    """`parallel` lets one worker run 4 calls at once, and `seconds` replaces the deadline of 0.1 s."""
     spec = custom("""
         parallel = 4
         def score(row, response, sample, problem):
@@ -411,7 +411,7 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
-    """After 8 timeouts in a row, or a signal to stop, nothing waits for the other 32 calls."""
+    """After 8 timeouts in a row, or a signal to stop, the other calls count as timeouts at once."""
     monkeypatch.setattr(worker, "TELL", 0.5)
     spec, told, stop = custom("seconds, parallel = 1, 2\n" + SLOW), [], []
     say = lambda text: (told.append(text), stop.extend([1] * stops))  # noqa: E731
@@ -426,7 +426,7 @@ def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Scores the share of the response's characters that the rubric has. Misbehaves once in a while."""
+    """Scores a response by the share of its characters that are in the rubric. Four replies are faulty."""
 
     calls, good, log_message = 0, 0, lambda *_: None
     odd = [b"{}", b'{"score": NaN}', b"no JSON", None]
@@ -442,7 +442,7 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text or b"")
         Judge.good += right > 0.5
-        if Judge.good >= 64:  # the server dies when the model has learned
+        if Judge.good >= 64:  # the policy has learned; now calls shall raise URLError
             threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
 
@@ -454,7 +454,7 @@ DIGITS = "0123456789"
     ("judge", {"rubric": DIGITS}, {}),
     ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
-    """The judge is a real server. The unit tests pass if a response is a Python program."""
+    """`judge` asks the HTTP server Judge. `passes` gives reward 1 to every response that Python can run."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]

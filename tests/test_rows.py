@@ -149,7 +149,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # The answer is the index of a choice, but the kind of answer is a text.
+    # The number may be the index of a choice. Only the kind `choice` would replace it by a letter.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object is stored as text.

@@ -51,8 +51,8 @@ def setup(folder: str, **settings):
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
     """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with an entry for
-    each step: (prompt_ids of the samples on all ranks, samples of this rank), and this rank's trajectories
-    that the next step continues."""
+    each step. The first has (prompt_ids of the samples on all ranks, samples of this rank). The second has
+    the trajectories on this rank that the next step continues."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -155,7 +155,7 @@ def setup_cfg():
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob is the trainer's with the weights of the token's version (step)."""
+    """A token's log-prob equals the trainer's, computed with the weights of the token's version (step)."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -182,7 +182,7 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """As few unfinished trajectories as possible move. Afterwards two ranks differ by at most one."""
+    """As few trajectories as possible change ranks. Then any two ranks differ by at most one trajectory."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
@@ -302,7 +302,7 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
 
 
 def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """A checkpoint has the carried trajectories, so the resumed run has the same rewards."""
+    """A checkpoint has the unfinished trajectories, so the resumed run has the same rewards."""
     out, rows, _ = whole
     later = shutil.ignore_patterns("export", "step_000004", "last", "best")
     shutil.copytree(out, tmp_path / "b", ignore=later)

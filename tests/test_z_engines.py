@@ -210,7 +210,7 @@ def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, polic
 def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, env, monkeypatch):
     cfg = dataclasses.replace(engine.cfg, env=env, stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
-    if isinstance(engine, torch_engine.TorchEngine):  # every token is searched for a stop string
+    if isinstance(engine, torch_engine.TorchEngine):  # engine.may_stop knows only the old stop strings
         monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
     problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
     prompts = {i: p.ids for i, p in problems.items()}
@@ -349,8 +349,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    # vLLM computes with a packed copy of the head, which now has these weights. Without _repack_tied_head, a
-    # sync of other weights does not update the copy.
+    # vLLM computes logits with a packed copy of the head. The next line writes the head of `other` there. A
+    # later sync without _repack_tied_head does not update the copy.
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
@@ -361,7 +361,7 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
     """The prefix cache has keys and values of earlier prompts, which are wrong for new weights. vLLM resets
-    the cache when it falls asleep and when the engine asks. Both call the function that the test replaces."""
+    the cache when it falls asleep and when the engine asks, by one function, which the test replaces."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -406,7 +406,7 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """The error has the memory table and the flags to change. Afterwards the engine works again."""
+    """The error lists the memory in use and the flags to change. Afterwards the engine works again."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
