@@ -495,7 +495,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """The model may be moved or saved again. Without a KL term, its weights may differ."""
+    """On resume, the model may be moved or saved again. Without a KL term, it may have other weights."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")

@@ -177,7 +177,7 @@ RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """No text of problems, random responses or file names reaches the terminal raw."""
+    """Texts of problems, responses and file names are escaped before they reach the terminal."""
     data = tmp_path / f"{HOSTILE}.jsonl"
     rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
