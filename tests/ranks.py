@@ -238,7 +238,7 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Returns whether a NaN update changed no weight, whether a finite one did, and the error after three."""
+    """Returns whether a NaN update changed no weight, whether a finite one did, and the third NaN's error."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()

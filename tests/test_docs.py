@@ -311,7 +311,7 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has a row for each fault of bench/chaos.py, and `node` for the option --nodes 2."""
+    """docs/faults.md has a row for each fault of bench/chaos.py, and the row `node` for --nodes 2."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
