@@ -384,9 +384,9 @@ def collapsed(row: dict) -> bool:
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse.
-    The collapse is the end of the last five steps whose mean reward is at least half of the best such
-    mean."""
+    """Returns the texts of a run's alarms before its collapse, or of all its alarms if it did not collapse.
+    The collapse begins after the last five steps in a row whose mean reward is at least half of the best
+    mean of five steps."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -409,13 +409,13 @@ MEASURES = {  # name of a measured number -> function of a run's results and tas
     "entropy": lambda row, task: last(row["entropy"]),
     "collapsed": lambda row, task: float(collapsed(row)),
 }
-Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> (weights, seed) -> results
+Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> (base model, seed) -> results
 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean difference of `measure`, variant minus reference, over the base models and seeds that
-    both have. Returns None if they have none in common."""
+    """Returns the mean difference of `measure`, variant minus reference, over pairs of runs with the same
+    base model and seed. Returns None if there is no such pair."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[key], task) - f(theirs[key], task) for key in sorted(ours.keys() & theirs.keys())]
@@ -569,7 +569,8 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
                              for sign in (1, -1))
             rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
         pairs = len(gaps) // 2
-        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. By chance, {pairs / 20:.0f} would.")
+        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. If all recipes were equal, "
+                     f"{pairs / 20:.0f} would differ by chance.")
     head = ("task", "recipe", "seeds", "accuracy ± half of the 95 % interval", "clearly higher than",
             "clearly lower than")
     return [*table(head, rows), "", *notes]
@@ -636,11 +637,11 @@ def report(runs: Runs) -> str:
         "5` are finished.", "",
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
-        "- ± is half of a 95 % interval. For equal variants, one interval in 20 excludes 0 by chance.",
-        "- A difference is a mean over the base models and seeds that both variants have. So it can be clear "
+        "- ± is half of a 95 % interval. If two variants are equally good, one interval in 20 excludes 0.",
+        "- A difference is a mean over pairs of runs with the same base model and seed. So it can be clear "
         "although the ± of both accuracies overlap.",
-        "- On countdown, the variants of PPO ran on another CPU than the others, with GRPO beside them. So "
-        "the base models differ by rounding.",
+        "- On countdown, PPO and its variants ran on a second CPU, and GRPO on both CPUs. Their base models "
+        "differ by rounding. So PPO is compared with GRPO on the second CPU, and not with other recipes.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
         "of the best mean of five steps.",
         "- The `wrong-grades` variants have wrong grades in training only.", "",
@@ -649,17 +650,18 @@ def report(runs: Runs) -> str:
         "The verdict is `can't tell` if the 95 % interval of the difference contains 0.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. The last two "
-        "columns list the recipes than which a recipe is clearly higher or lower: the 95 % interval of "
-        "the difference excludes 0.", "",
+        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A recipe is clearly "
+        "higher than another one if the 95 % interval of the difference in accuracy is above 0, and clearly "
+        "lower if it is below 0. Below the table, such pairs are counted.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
         "After each alarm, in parentheses, is the number of runs with this alarm. N stands for any number in "
         "the alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "Deviations are standard deviations over seeds. That of differences is a median over the other "
-        "variants. The last two columns have the seeds that are needed to see a difference of 2 points.", "",
+        "Deviations are standard deviations over seeds. A difference is a variant minus the row's recipe; the "
+        "column has the median over the variants. With the seeds needed, a difference of 2 points is found "
+        "in four of five experiments.", "",
         *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]

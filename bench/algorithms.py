@@ -35,8 +35,8 @@ PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all othe
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Recipe of the GRPO family -> FIELDS of its preset. `configs` takes all other settings from tiny-grpo, and
-# adds some to a few recipes.
+# Recipe of the GRPO family -> FIELDS of its preset. The function `configs` takes all other settings from
+# tiny-grpo, and adds some to a few recipes.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
@@ -75,9 +75,9 @@ def result(out: Path) -> dict:
 
 LEGEND = """\
 Each recipe trains the demo's model to add numbers of two digits (`-3-digits`: of three digits). The accuracy
-is the share of held-out sums that are right after 30 steps. The steps to reward 0.9 are the number of the
-first step, counted from 0, for which the mean reward of this step, the step before and the step after is at
-least 0.9.
+is the share of held-out sums that are right after 30 steps. The column "steps to reward 0.9" has the first
+step whose reward is at least 0.9. The reward is a mean over this step, the step before and the step after,
+and the first step of a run is step 0.
 
 """
 

@@ -70,9 +70,9 @@ def device() -> str:
 
 LEGEND = """\
 `bench` is the program in `bench/` that measured; its docstring explains the names. `case` says what was
-measured, and with which settings. `results` has the measured numbers and further settings. The number of what
-`case` names first, such as `step_s`, is called `value`. A name that ends in `_s` is in seconds, and one in
-`_gib` is in GiB.
+measured, and with which settings. `results` has the measured numbers and further settings. If `case` begins
+with the name of a number, such as `step_s`, `value` is this number. Numbers whose names end in `_s` are in
+seconds, in `_gib` in GiB.
 
 """
 

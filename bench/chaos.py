@@ -195,7 +195,8 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the node's agent and all its ranks, as a power cut does. Each rank has its own session."""
+        """Kills the node's agent and its ranks, as a power cut does. Each rank is killed on its own, because
+        it is not in the agent's process group."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # a stopped agent starts no more ranks

@@ -2,14 +2,14 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
 
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
-A pair is an answer, a gold answer, and whether they are equal. The pairs have six parts:
+A pair is an answer, a gold answer, and whether they are equal. The pairs are divided into six parts:
     seen      two thirds of the synthetic pairs of bench/equality_pairs.py, with --draws pairs per template
-    unseen    the other third. Nobody looks at it while improving the grader; only --unseen counts it.
+    unseen    the last third of them. Nobody looks at it while improving the grader. Needs --unseen.
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
     second    204 older pairs of the same file, written before the second of three revisions of the grader
     golds     two thirds of the pairs of bench/equality_golds.txt, written before the third revision. Their
               gold answers have the forms of those in competition data sets.
-    others    the other third of them. As with `unseen`, nobody looks at it, and only --unseen counts it.
+    others    the last third of these pairs. As with `unseen`, nobody looks at it, and it needs --unseen.
 
 In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
 answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.

@@ -1,4 +1,4 @@
-r"""Synthetic pairs of an answer and a gold answer, by category. Each pair has the right verdict.
+r"""Synthetic pairs of an answer and a gold answer, by category. Each pair says whether they are equal.
 
 Most pairs come from the templates in equality_pairs.txt. A template has a name, random variables, one or more
 gold answers (one is drawn), other ways to write the gold answer (`right`), and answers that are nearly right

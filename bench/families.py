@@ -36,9 +36,9 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
 
 LEGEND = """\
 Each row is a tiny model with random weights in fp32. A cell has the largest difference between torz and
-transformers. The gradient's is divided by the gradient's norm, the exported critic's is one of values, and
-all others are of log-probs in nats. The columns of the engines compare an engine's log-probs with the
-trainer's instead.
+transformers. The two columns of the engines compare the engine with the trainer instead. The error of the
+gradient is divided by the gradient's norm. For the exported critic, the compared numbers are values; for all
+other columns they are log-probs in nats.
 
 """
 

@@ -43,8 +43,8 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations. The last three fields are about the CPU cores that run the
-    engines."""
+    """Seconds of an engine's operations. The last three fields are for engines that share CPU cores; their
+    defaults are for engines on GPUs."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, for (responses, cached tokens)
     prefill: float  # a cached token that is computed again, after new weights or a move

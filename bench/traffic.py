@@ -18,7 +18,7 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, `times` of plan.sent)
+# function of torch.distributed -> (name in SENDS, how often it sends the tensor: `times` of plan.sent)
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 

@@ -21,7 +21,7 @@ The sides take turns of four steps. So if the machine is slow for a while, all s
 --trl_python is TRL's interpreter. --dtype is torz's dtype. --base is the model's folder, made if it is
 missing. Do not set --side, --seed and --out: this program passes them to the processes that it starts.
 
-Prints one JSON line per side and pair. The last line, and bench/results/vs_trl-TASK.json, have the ratios.
+Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-NULLGPU: see trainer.py, which runs once for each case and each --recompute. --only chooses the cases whose
-names contain one of its words; the other cases keep their rows. Columns of the table
-bench/results/nullgpu-memory.md:
+trainer.py explains NULLGPU. This program runs trainer.py twice for each case, with --recompute auto and with
+--recompute layers. --only chooses the cases whose names contain one of its words; the other cases keep their
+rows. Columns of the table bench/results/nullgpu-memory.md:
     layers computed again      number of layers that the backward pass computes again as a whole. Of the other
-                               layers, it computes all but matrix products and attention. none: nothing
+                               layers, it computes all but matrix products and attention; none: nothing
     planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
     GiB of torch's tensors     peak of what the tensors take
     GiB reserved by torch      peak of what torch's allocator took from the driver
@@ -49,10 +49,10 @@ ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
 
 LEGEND = """\
 Each row compares the planned peak memory of one rank with the peak of the training code on a stub CUDA
-driver, which counts memory and computes nothing. The driver's count includes CUDA's context. Layers computed
-again: the number of layers that the backward pass computes again as a whole. It computes the other layers
-again without their matrix products and attention, or not at all (`none`). The last column counts only the
-FLOP of matrix products.
+driver, which counts memory and computes nothing. The driver's count includes CUDA's context. The column
+"layers computed again" has the number of layers that the backward pass computes again as a whole. Of the
+other layers it computes only cheap operations again, or nothing at all (`none`). The last column counts only
+the FLOP of matrix products.
 
 """
 

@@ -17,8 +17,8 @@ from tools import plan
 
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
-    """Returns collective -> (times, what the rank sends each time) for "sync", or for a model's updates with
-    the critic's values. The values need one more forward pass of each pack."""
+    """Returns collective -> pairs of a number of times and what the rank sends each time. `name` is "sync" or
+    the updated model. Before the critic's updates, its values need one more forward pass of each pack."""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}

@@ -129,7 +129,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # PackModel.allocate would read the stub
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # on the host: the stub has only zeros
     return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
 
 
