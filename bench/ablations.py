@@ -659,9 +659,9 @@ def report(runs: Runs) -> str:
         "the alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "Deviations are standard deviations over seeds. A difference is a variant minus the row's recipe; the "
-        "column has the median over the variants. With the seeds needed, a difference of 2 points is found "
-        "in four of five experiments.", "",
+        "Deviations are standard deviations over seeds. A difference is a variant minus the row's recipe; "
+        "the column has the median over the variants. With the seeds needed, a difference of 2 points is "
+        "found in four of five experiments.", "",
         *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
