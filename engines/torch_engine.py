@@ -4,7 +4,7 @@ At most `max_num_seqs` responses are decoded at once, in a batch called a wave. 
 prompts are in the first wave.
 
 Responses to the same prompt share a row of the KV cache as long as their tokens are equal. When the next
-tokens differ, the row is copied. When a response ends, its row becomes free, and the last row may move there.
+tokens differ, the row is copied. When no response uses a row any more, the last row may move there.
 In this example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
 
     step   sampled tokens       rows of the cache (| separates rows)   row of each response (`where`)
@@ -82,10 +82,9 @@ class Cache:
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Change the cache, so that it has n rows: one for each entry of `parents` (n,), which names old rows
-        and must be sorted. A row that occurs several times is copied; a row that does not occur is
-        overwritten. Returns (n,): the new row of each entry. As many entries as possible stay where they
-        are, because copying takes time."""
+        """Change the cache to n rows. `parents` (n,), sorted, has the old row of each. An old row that occurs
+        several times is copied, and one that does not occur is overwritten. Returns (n,): the new row of each
+        entry. As many entries as possible stay where they are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]

@@ -177,7 +177,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
     ("llama", dict(model_type=""), "has model_type '', which")])
 def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_path):
-    """The error for a setting names the family. That for an unknown family lists all supported ones."""
+    """The error for a setting names the family. The error for an unknown family lists the known families."""
     path = changed_folder(folder_of(name), tmp_path / "model", **changes)
     with pytest.raises(UserError, match=words) as e:
         model.load_config(path)

@@ -147,7 +147,7 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind of --advantage -> (advantages, policy gradient), "rewards" and "lengths"."""
+    """Returns a dict: kind of --advantage -> (advantages, policy gradient); also "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -182,7 +182,7 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind of --ratio -> (loss, gradients for log-probs and for weights), and the "pack"."""
+    """Returns a dict: kind of --ratio -> (loss, gradients for log-probs and for weights); also "pack"."""
     become(folder)
     from dataclasses import replace
 
