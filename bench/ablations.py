@@ -150,8 +150,8 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 class Variant(NamedTuple):
     """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed.
 
-    Variants of the clipping have the reference grpo-4, which makes four updates a step, because clipping has
-    no effect on the only update of a step."""
+    The reference grpo-4 makes four updates a step. It is for variants that change the clipping: with a single
+    update the ratio is 1, and nothing is clipped."""
 
     reference: str
     flags: dict[str, Any] = {}

@@ -568,7 +568,7 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns when the fault can strike: phase -> (number of the visit, its length in s) for each visit."""
+    """Returns phase -> (number, length in s) of each visit of the phase in which the fault can strike."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}

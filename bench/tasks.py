@@ -121,7 +121,7 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four random numbers and three random signs that reach a result. `four`: use these four
+    """Returns four random numbers and three random signs for which `worked` has a result. `four`: use these
     numbers."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
@@ -155,7 +155,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # advances rng, so that the base model of ablations.md stays the same
+    think(drawn[0], rng, 0)  # draws what earlier code drew, so the base model of ablations.md stays the same
     return drawn
 
 
@@ -177,7 +177,7 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task for tools/tiny.py.
 
-    slip, guesses: probabilities of a wrong number in a step and of a guess, in the last third of the texts
+    slip, guesses: in the last third of the texts, probabilities of a wrong number and of a guessed answer
     of_row: further fields of the rows in the data files"""
     before, after, form = style
 
