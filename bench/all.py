@@ -72,7 +72,7 @@ LEGEND = """\
 `bench` is the program in `bench/` that measured; its docstring explains the names. `case` says what was
 measured, and with which settings. `results` has the measured numbers and further settings. If `case` begins
 with the name of a number, such as `step_s`, `value` is this number. Numbers whose names end in `_s` are in
-seconds, in `_gib` in GiB.
+seconds, and those in `_gib` are in GiB.
 
 """
 
