@@ -2,7 +2,7 @@
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00000.safetensors   one file per rank: the rank's slices of all tensors; the header has the offsets
+    shard-00000.safetensors   one file per rank: its slices of all tensors, and where they are in the tensors
     carried-00000.json        with --carry, one file per rank: trajectories that the next step continues
     state.json                number of finished steps, config, fingerprint of the problems, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
@@ -215,7 +215,7 @@ class Saver:
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
         """Wait for the previous save, then start the save of step `step`. Does not save a step twice. If
         `wait` is true, wait for the new save too. `carried`: this rank's trajectories that the next step
-        continues. Raises UserError as `finish` does."""
+        continues. Raises UserError if a save for which it waits raised one (see `finish`)."""
         self.finish()
         if step == self.saved:
             return
@@ -235,8 +235,8 @@ class Saver:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """The thread's work: write this rank's files; then rank 0 publishes the checkpoint. Raises UserError
-        as `finish` does."""
+        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint. This
+        method runs in the thread of `self.pool`; if it raises UserError, `finish` raises it again."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -482,7 +482,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     Returns a line with the number of finished steps and with changed versions of torz or packages.
 
     saved: the checkpoint's facts, from read_state
-    facts: config and versions of this run, and `read`: hashes of the problems, reward files and models
+    facts: the dict of this run: "config", "versions", and "read" (hashes of problems, reward files, models)
 
     Raises UserError if the checkpoint has more steps than this run's --steps, or if a setting of the
     algorithm or the content of a file has changed since the checkpoint."""
@@ -631,7 +631,8 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
-    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError.
+    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if the run has
+    no such checkpoint or model, or if `out` can't be written.
 
     step: a number of steps, "best" or "last"
     who: policy, critic or ref
@@ -653,7 +654,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
 
 
 def main(argv: list[str]) -> None:
-    """The command line of ckpt.py. Raises UserError."""
+    """The command line of ckpt.py. Raises UserError for an unknown command, or if the command fails."""
     words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
     match words:
         case [] | ["-h" | "--help"]:

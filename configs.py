@@ -69,7 +69,8 @@ def show(text: str) -> None:
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager around a command's main function. A UserError inside ends the process with status 1.
-    The first rank of each machine prints the error as one line. For its ranks, dist.launch prints it."""
+    The first rank of each machine prints the error as one line. Ranks that dist.launch has started print
+    nothing, because the process that called dist.launch prints the line."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
         stream.reconfigure(errors="backslashreplace")
     try:
@@ -144,8 +145,8 @@ class Config:
     samples_per_prompt: Count = 64  # number of responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Positive = 1e-6  # learning rate after warm-up
-    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no reference, or with --ref_model a metric only
-    ranks: Amount = 0  # number of ranks; up to 8 are started without torchrun; 0: any number
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term (with --ref_model, the KL is a metric)
+    ranks: Amount = 0  # number of ranks; train.py itself starts up to 8; 0: as many as torchrun starts, or 1
 
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
@@ -173,7 +174,7 @@ class Config:
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # ratio of extra prompts to prompts (partial rollouts); 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts / --prompts_per_step; 0: off
     max_staleness: Count = 2  # with --carry: a response ends at most this many steps after its first token
     pack_len: Count = 16384  # maximum tokens of a pack (the micro-batch of one forward pass on one rank)
     policy_updates: Count = 1  # number of policy updates in one pass over a step's samples
@@ -227,11 +228,11 @@ class Config:
     drop_uniform: bool = False  # exclude prompts from the loss if all their responses score the same (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: up to 32; any: any
+    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 1 to 32; any: --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute and all-gathers; auto: bf16 on CUDA
-    shard_ranks: Amount | Literal["auto"] = 0  # ranks that share a model; 0: all; auto: a node's
-    network: NotNegative = 0.0  # Gb/s between a node and the others, for the plan; 0: usual for this GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
+    shard_ranks: Amount | Literal["auto"] = 0  # ranks that shard a model; 0: all; auto: a node's, or all
+    network: NotNegative = 0.0  # Gb/s from a node to others that the plan assumes; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
@@ -244,7 +245,7 @@ class Config:
     stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
     go: bool = False  # start even if the check of the first responses or of the gold answers fails
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
-    verbose: bool = False  # print the memory ledger each step, and vllm's own start-up messages
+    verbose: bool = False  # print a table of memory and seconds each step, and vllm's start-up messages
 
     def __post_init__(self) -> None:
         """Raises UserError for a value out of its range and for values that can't work together."""
@@ -372,8 +373,8 @@ class Config:
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError as `check_length` does, or if --freeze_policy_steps leaves no
-        step that trains the policy."""
+        prompts in an epoch. Raises UserError unless exactly one of --steps, --epochs and --total_episodes is
+        given, or if --freeze_policy_steps leaves no step that trains the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -478,14 +479,14 @@ PRESETS = {
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
                         adam_eps=1e-15),
     # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. The batch is that of its PPO-off-policy-8
-    # (section 3.1): 8 updates of 48 prompts. One update of 48 prompts would give each of 32 engines only 24
-    # responses to decode.
+    # (section 3.1): 8 updates of 48 prompts in a step. A step of only one such update would give each of 32
+    # engines only 24 responses to decode.
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. Open-R1 also has 448 responses in a step:
+    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step has 448 responses, as in Open-R1:
     # 7 GPUs × 16 responses × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
@@ -493,9 +494,9 @@ PRESETS = {
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
-    # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is that of Open-Instruct's
-    # docs/tulu3.md, the command that made the released model. Weight decay and betas are the defaults of
-    # torch's AdamW, as in Open-Instruct's code.
+    # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is from Open-Instruct's
+    # docs/tulu3.md, which has the command that made the released model. Weight decay and betas are the
+    # defaults of torch's AdamW, as in Open-Instruct's code.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", data=(), template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
@@ -559,8 +560,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag -> flags of other libraries with the same meaning, without those that `nearest` finds. docs/faq.md
-# has a table of all.
+# Our flag -> flags of other libraries with the same meaning. Flags that are so similar to ours that `nearest`
+# finds ours are left out. The table in docs/faq.md has them too.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -617,7 +618,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a command line
     that can't be read.
 
-    torchrun may leave out the preset. Then it is orz-7b, and 8 or 32 ranks have the layout for this number.
+    Under torchrun, the preset may be left out. It is then orz-7b, with the layout "debug" on 8 ranks and
+    "production" on 32 ranks, unless --layout or DEBUG_MODE selects another one.
 
     `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
     flags."""
@@ -677,8 +679,9 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if the model or a data file does not exist. Files that may be on the Hub are checked
-    later. In a run on several machines, all files are checked later."""
+    """Raises UserError if the model or a data file does not exist. Names that may be on the Hub are not
+    checked here, but when they are downloaded. In a run on several machines nothing is checked here: train.py
+    checks the files after the ranks are connected, so that all machines report the same error."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for path in filter(None, (cfg.model, cfg.critic_model, cfg.ref_model)):
@@ -694,9 +697,9 @@ def set_allocator() -> None:
     imported.
 
     GPU memory: expandable segments reduce fragmentation. tools/plan.py assumes them.
-    Pinned host memory: a block has the size that was requested, not the next power of 2. These blocks must
-    not be cached, because torch 2.13 reuses a cached block without checking its size (fixed by PyTorch pull
-    request 192722)."""
+    Pinned host memory: a block of more than 1 MiB has the size that was requested, not the next power of 2.
+    Such a block is not cached, because torch 2.13 would reuse it without checking its size (fixed by PyTorch
+    pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")

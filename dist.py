@@ -1,9 +1,9 @@
 """All use of torch.distributed, except for checkpoint files: start the ranks, shard models, exchange and sum
-data, measure phases, stop together.
+data, time the phases of a step, stop together.
 
 FSDP2 (fully_shard) shards parameters over all ranks, or with --shard_ranks within groups of ranks. Gradients
-are *summed* over ranks, not averaged: losses are already divided by counts over all ranks, so the number of
-ranks does not change the result."""
+are *summed* over ranks, not averaged: each rank has already divided its loss by a count over all ranks, such
+as the number of tokens of a minibatch. So the number of ranks does not change the result."""
 
 import contextlib
 import datetime
@@ -54,13 +54,13 @@ class World:
 
 
 def launch(ranks: int) -> int | str:
-    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status, or a line
-    that says why the first rank that failed has failed."""
+    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status. If ranks
+    fail, returns a line that says why the first of them failed."""
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
     os.environ["TORZ_LAUNCHED"] = ""
-    logging.disable()  # torchrun logs a line for each rank that it ends
+    logging.disable()  # torchrun logs a line for each rank that it terminates
     try:
         run.run(run.parse_args(["--standalone", "--monitor-interval=1", f"--nproc-per-node={ranks}",
                                 *sys.argv]))
@@ -168,8 +168,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
         True      the root, until the end of the backward pass. A layer is gathered in the forward pass, and
                   again in the backward pass.
-        a number  also 1/number of each layer, until the layer's backward pass. This part is gathered from
-                  the shards of all ranks, and the backward pass gathers among `number` neighbouring ranks.
+        a number  the root, as for True. Of each layer, a rank keeps 1/number from the forward pass to the
+                  layer's backward pass, which then gathers the layer from only `number` neighbouring ranks.
         False     all weights, until `accumulate` or `on_device` ends: one gather an update."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
@@ -200,12 +200,12 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights of a model, also the parts that `reshard` of `shard` keeps."""
+    """Free all gathered weights of a model, including those that `shard` keeps because of `reshard`."""
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for param in before - set(model.parameters()):  # FSDP (torch 2.13) would keep the parts
+    for param in before - set(model.parameters()):  # FSDP (torch 2.13) does not free these
         local(param).untyped_storage().resize_(0)
 
 
@@ -272,8 +272,9 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called a home. While the model is not on the GPU, its home stores a
-# weight, a buffer or a tensor of the optimizer's state, with the same shape and sharding.
+# HOMES[model][name] is a host tensor, called the home of one tensor: of a weight, a buffer or a tensor of the
+# optimizer's state. While the model is not on the GPU, the home stores this tensor, with the same shape and
+# sharding.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
@@ -308,8 +309,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # Usually x is its home, so there is nothing to copy. It is not if x is new, or if FSDP has padded an
-        # uneven shard, which makes a new tensor.
+        # Usually x and its home are the same memory, so there is nothing to copy. They differ if x is new, or
+        # if FSDP has padded an uneven shard, which makes a new tensor.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -451,14 +452,15 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 
 def measure_network(world: World, local: int) -> list[float]:
-    """Returns bytes/s: 1. what a rank sends within its node; 2. what a node sends to other nodes. 0: no ranks
-    are there. Every rank must call this function. It takes at most half a second on networks of 100 Gb/s.
+    """Returns two numbers in bytes/s: 1. what a rank sends within its node; 2. what a node sends to other
+    nodes. A number is 0 if there is no other rank in the node, or no other node. Every rank must call this
+    function. It takes at most half a second on networks of 100 Gb/s.
 
     local: number of ranks of each node
 
-    First the groups of ranks on one node work at once, then the groups that have one rank on each node. They
-    repeat an all-reduce and an all-gather. In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an
-    all-gather, and twice as much in an all-reduce."""
+    For the first number, the ranks of each node form a group. For the second, each group has one rank of
+    every node. Each time, all groups at once repeat an all-reduce and an all-gather. In a ring of n ranks, a
+    rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an all-reduce."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]
@@ -480,8 +482,8 @@ def check_network(world: World, local: int, planned: Sequence[float], say: Calla
     """Measure the network and print it in one line, with the likely cause if it has less than half of the
     planned speed. local: number of ranks of a node. planned: bytes/s as in `measure_network`; 0: unknown.
 
-    Nothing is measured if machines have different numbers of ranks, or on one machine whose links the plan
-    does not know. So runs on the CPUs of one machine start as fast as before."""
+    Nothing is measured if machines have different numbers of ranks. On one machine, nothing is measured if
+    the planned speed is unknown, as on CPUs, because the measurement would only delay the start."""
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)

@@ -44,9 +44,9 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records how much memory is in use, in GiB: at the end of each stage (a named part) of an engine's last
-    `awake`, and the residual, which is the memory that the engine still uses while it sleeps. Create the
-    ledger before the engine allocates memory.
+    """Records how much memory is in use, in GiB, at the end of each stage of an engine's last `awake`. A
+    stage is a named part of it, such as "sync". The ledger also adds up the residual: the memory that the
+    engine still uses while it sleeps. Create the ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
     torch's own statistics are not used, because they count the tensors of a sleeping engine, which then have
@@ -143,7 +143,8 @@ class Engine(abc.ABC):
         key: seeds the randomness, together with k.
         version: step of the weights. A subclass must first call self.check(version), which raises
             RuntimeError if the engine holds weights of another version.
-        top_p: each token is sampled from its `torch_engine.nucleus`; below 1 only in evaluation.
+        top_p: each token is sampled from the fewest tokens whose probabilities sum to top_p or more; below 1
+            only in evaluation.
 
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 
@@ -242,13 +243,13 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Returns how many tokens of `after` are needed to complete a stop string, or 0 if there is no stop
-    string.
+    """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
+    ends in `after`.
 
     before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
     if not stop:
         return 0
-    # A stop string has at most this many tokens, because a token has at least one byte. The 8 extra tokens
+    # A token has at least one byte, so a stop string has at most as many tokens as bytes. The 8 extra tokens
     # are for a character of several bytes that is cut at the start of the window.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()

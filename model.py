@@ -16,7 +16,7 @@ Logits and log-probs are fp32, because log-probs from bf16 logits are too imprec
 Letters in the shapes of tensors:
 
     T    tokens of a pack
-    U    tokens of a pack that are computed; the other T - U tokens are equal to one of them
+    U    tokens of a pack that are computed; the other T - U tokens are copies of these
     S    rows of the queries, keys and values of attention, where shared tokens are repeated (see Segments)
     N    segments of a pack
     V, D                sizes of the vocabulary and of the hidden states
@@ -52,14 +52,14 @@ ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and return
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
-# Settings that must be off in every family, because this file does not compute them.
+# Settings that must be off in every family, because this file does not implement them.
 MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
                "quantization_config")
 # Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# The supported types of rotary embeddings. In all other types, the frequencies depend on the longest sequence
-# of the batch, so the log-probs of a segment would depend on the pack that it is in.
+# The supported types of rotary embeddings. Not "dynamic" and "longrope": their frequencies depend on the
+# longest sequence of the batch, so the log-probs of a segment would depend on the pack that it is in.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -96,7 +96,8 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns n rows of x (rows, …): x[index] (n, …), for index (n,). `index` may name a row several times.
+    """Returns x[index] (n, …): n rows of x (rows, …), selected by index (n,). A row may be selected several
+    times.
 
     The gradient of a row of x is the sum of the gradients of all its copies, in fp32. index_select would sum
     in x's dtype."""
@@ -144,8 +145,8 @@ class Segments:
         """The arguments are fields of a Pack of T tokens, U of which are computed.
 
         cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
-        unique (U,): the pack's token that each computed token stands for. None: all tokens are computed.
-        inverse (T,): for each token of the pack, its computed token."""
+        unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
+        inverse (T,): for each token of the pack, the index of the computed token that is equal to it."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # slots: for each of the S slots, the index of the computed token that is copied to it.
@@ -155,8 +156,8 @@ class Segments:
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the slots in blocks, as in the picture of `Segments`. The blocks are laid out on the host,
-        because their sizes, which depend on the lengths of the segments, must be known there."""
+        """Arrange the slots in blocks, as in the picture of `Segments`. The sizes of the blocks must be known
+        on the host. They depend on the lengths of the segments, so the lengths are copied to the host."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments share a block if their lengths round up to the same power of 2 (at least 16).
@@ -558,8 +559,8 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError as load_config does, and if the folder has no
-    tokenizer."""
+    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, or no model that torz
+    supports."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
@@ -576,7 +577,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
-    """Returns the folder's causal language model in fp32. Raises UserError as load_config does.
+    """Returns the folder's causal language model in fp32. Raises UserError if the folder has no model that
+    torz supports, or if its tensors are not those of the model.
 
     `shard_fn` (dist.shard) shards the model before memory is allocated, so each rank allocates and reads only
     its own shards."""
@@ -586,7 +588,7 @@ def load_policy(path: str, device: Device = "cpu",
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
     """Returns a critic with the folder's backbone, and with the folder's critic head if it has one. Raises
-    UserError as load_config does.
+    UserError for the same mistakes as `load_policy`.
 
     Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation
     1 / (hidden size + 1), as in Open-Reasoner-Zero's code."""
@@ -625,7 +627,7 @@ def _load(kind, path, device, shard_fn):
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     """Yields (name, whole tensor) of the parameters in the folder's files, for Engine.awake. Raises UserError
-    as load_config does."""
+    if the folder has no model that torz supports."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for file in sorted(Path(path).glob("*.safetensors")):

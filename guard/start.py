@@ -114,8 +114,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if the folder of rank 0 is another folder
-    at the same path. owner: the content of the lock file that rank 0 has written."""
+    """Raises UserError if this rank can't write to the folder, or if `folder` is another folder on this
+    rank's machine than on rank 0's. owner: the content of the lock file that rank 0 has written."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
@@ -140,12 +140,12 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
 
 def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt.Facts:
-    """Returns name -> value for the data and model files that must be the same when a run resumes, although
-    their paths may change.
+    """Returns name -> value: hashes and settings of the data, reward and model files. They must be the same
+    when a run resumes. The paths of the data and of the models may change.
 
     A resumed run takes the weights of policy and critic from the checkpoint, so the files of their weights
-    may change. If the checkpoint does not contain the reference, the files of its weights must be the
-    same."""
+    may change. The files of the reference's weights must be the same, unless the checkpoint contains these
+    weights too."""
     ref = cfg.ref_model or cfg.model
     facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
              | ckpt.model_facts(cfg.model, tokenizer))
@@ -181,8 +181,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number of ranks in the place of --shard_ranks auto: the number of the
-    checkpoint `saved` if as many ranks saved it, so that sums keep their order; else the plan's number."""
+    """Returns the config with a number in the place of --shard_ranks auto. If this run continues a checkpoint
+    that as many ranks saved, it is the checkpoint's number, so that sums keep their order. Otherwise it is
+    the number that the plan selects. saved: the checkpoint's state.json."""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -220,8 +221,8 @@ def model_shapes(cfg: Config) -> list[plan.Shape]:
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError if --critic_model or --ref_model has another vocabulary than --model: they read the
-    policy's token ids."""
+    """Raises UserError if --critic_model or --ref_model has another vocabulary than --model. They must have
+    the same one, because critic and reference get the policy's token ids as input."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
@@ -233,8 +234,8 @@ def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError if --keep_best matches no metric of an evaluation set and none of reward, score and
-    pass@n. held_out: names of the evaluation sets."""
+    """Raises UserError if --keep_best matches no metric. The metrics are those of the evaluation sets, and
+    reward, score and pass@n. held_out: names of the evaluation sets."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
@@ -326,7 +327,9 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
     """Raises UserError for an extra reward in --reward that can't work:
 
         format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
-        length          compares the samples of a prompt, so a step needs several samples of each prompt"""
+        length          compares the samples of a prompt, so a prompt needs several samples, and a step must
+                        train on all of them together, which --carry ensures only if the advantage also
+                        compares them"""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and each prompt has only one (--samples_per_prompt 1)",

@@ -49,8 +49,8 @@ class GPU(NamedTuple):
     memory: float  # bytes of memory, as torch reports them
     flops: float = 0.0  # peak FLOP/s of dense bf16 products
     hbm: float = 0.0  # peak bandwidth of its memory in bytes/s
-    link: float = 0.0  # peak bytes/s that it sends within its node, over NVLink (last two rows: PCIe 4.0)
-    network: float = 0.0  # Gb/s that its usual node sends; DGX H100, H200, B200: 8 × 400; DGX A100: 8 × 200
+    link: float = 0.0  # peak bytes/s that it sends within its node, over NVLink (L40S, 4090: PCIe 4.0)
+    network: float = 0.0  # Gb/s that a usual node sends; DGX H100, H200, B200: 8 × 400; DGX A100: 8 × 200
 
 
 GPUS = {gpu.name: gpu for gpu in (
@@ -65,7 +65,7 @@ GPUS = {gpu.name: gpu for gpu in (
 
 def gpu_of(device: str, memory: float) -> GPU:
     """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its speeds come from the entry
-    of GPUS whose name is part of `device`, or are 0 if there is no such entry."""
+    of GPUS whose name (without -80 or -40) is part of `device`. Without such an entry, they are 0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -164,8 +164,8 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # 1. shape of the policy; 2. of the model that a critic starts from; 3. of the reference, if it is another
-    # than the policy's
+    # 1. shape of the policy; 2. of the model that a critic starts from; 3. of the reference, left out if it
+    # is the shape of the policy
     shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
@@ -192,9 +192,10 @@ class Case:
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
         # Bytes that a rank may use: the memory of its GPU, or its part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
-        # Planned bytes/s: what a rank sends within its node, and what a node sends to other nodes.
         gpu = self.gpu or GPU("", 0)
+        # Tokens of the prompt and of the response in a sample of maximal length.
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
+        # Planned bytes/s: what a rank sends within its node, and what a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
         # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
         # state: bytes that one rank keeps between updates: `checkpoint` and the fp32 shards of the reference.
@@ -210,8 +211,8 @@ class Case:
     @cached_property
     def shards(self) -> int:
         """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
-        ranks of a node if this fits on the device and in the machine's memory, else all ranks. Then only
-        gradients travel between nodes, once an update."""
+        ranks of a node, so that only gradients travel between nodes, once an update. If this does not fit on
+        the device or in the machine's memory: all ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -221,7 +222,7 @@ class Case:
 
     @cached_property
     def kept(self) -> dict[str, "Kept"]:
-        """Returns name of a model -> what its forward pass keeps, as `keep` returns it."""
+        """Name of a model -> the Kept that `keep` selects for it."""
         return {name: keep(self, name) for name in self.models}
 
 
@@ -240,12 +241,12 @@ class Kept(NamedTuple):
 
 
 def keep(case: Case, name: str) -> Kept:
-    """Returns what a model's updates keep, by --recompute.
+    """Returns what a model's updates keep in memory, as --recompute says. --recompute auto selects it so:
 
-    --recompute auto tries None, 0, 1, … up to all layers. It takes the first value whose planned peak memory
-    leaves the share HEADROOM of the device free. It does this for three values of `reshard`: True, the number
-    of a node's ranks, False. It takes the first of them whose updates need the fewest planned seconds, or at
-    most 1 % more."""
+    1. For each of three values of `reshard` (True, the number of a node's ranks, False), it takes the first
+       value of `recompute` whose planned peak memory leaves the share HEADROOM of the device free. It tries
+       None, 0, 1, … up to all layers.
+    2. Of these choices, it returns the first whose planned seconds are at most 1 % above the fewest."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -297,7 +298,7 @@ def _allocator_loss(case, shape, root, logits, kept):
     The result has two items:
 
     gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
-        each stream. This memory holds the root and one layer, each with a copy of this rank's shards.
+        each stream. This memory holds the root and one layer, and a copy of this rank's shards of both.
     fragments: free memory in pieces that are too small for later tensors. A layer's fp32 gradient, the fp32
         shards of the root, the chunks of logits and the activations leave these pieces."""
     if not case.gpu:
@@ -357,7 +358,8 @@ def _update_instants(case, name, kept):
 
 def _engine_memory(case):
     """Returns the memory of an awake engine as a Usage (item -> bytes). vLLM may use the share --engine_share
-    of a GPU's memory. Its KV cache takes all of it that weights and buffers leave."""
+    of a GPU's memory. It first needs memory for weights and buffers; the KV cache takes the rest of the
+    share."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -482,8 +484,8 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 
     In NCCL's ring a rank sends (ranks - 1) / ranks of the tensor to the next rank (nccl-tests,
     doc/PERFORMANCE.md, "bus bandwidth"). One link of the ring leaves each node. NCCL makes a ring for each
-    network card, and each ring leaves the node by another card. So the ranks of a node send as much to other
-    nodes, all together, as one rank sends in all."""
+    network card, and each ring leaves the node by another card. So the ranks of a node together send as many
+    bytes to other nodes as one rank sends in all."""
     total = times * size * (ranks - 1) / ranks
     outside = nodes / ranks if nodes > 1 else 0
     return Sent(total * (1 - outside), total * outside)
@@ -518,7 +520,8 @@ def _collectives(case, name, kept):
 
 
 def _network(case, n):
-    """Returns the seconds in which ranks send `n`, a Sent, within their nodes and between nodes at once."""
+    """Returns the seconds that the network needs if each rank sends `n` (a Sent). Ranks send within their
+    nodes and to other nodes at the same time, so the slower of the two counts."""
     return max(n.within / case.within, case.local * n.between / case.between)
 
 
@@ -530,7 +533,8 @@ def _seconds(parts):
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists of parts: 1. a forward pass over all packs of a step; 2. all updates of a step."""
+    """Returns two lists of parts, as `_seconds` takes them: 1. of a forward pass over all packs of a step;
+    2. of all updates of a step."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -571,7 +575,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # scaled by the number of parameters
+    if cfg.has_ref:  # the policy's seconds, scaled by the number of parameters
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
