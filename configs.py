@@ -5,7 +5,7 @@ comment beside a field is its help text. A value that can be derived is a proper
 flag beats the layout, the layout beats the preset, the preset beats the default.
 
 The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What
-Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank."""
+Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank. In torz, a node is a machine."""
 
 from __future__ import annotations
 

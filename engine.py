@@ -1,6 +1,6 @@
 """The base class of the engines: the methods that an engine must have, and the code that all engines share.
 
-An engine samples responses with the policy's weights. It holds the weights only inside `awake`:
+An engine samples responses with the policy's weights. It may sample only inside `awake`, which loads them:
 
     with engine.awake(full_weights(policy), version=step):
         for sample in engine.generate(requests, limits, temperature, key, version=step):
@@ -119,7 +119,7 @@ class Engine(abc.ABC):
         with torch.device("meta"):
             self.policy = Policy(self.config)  # names and shapes of all weights, without memory
         self.eos = eos_ids(path, tokenizer, self.config)
-        self.version = None  # the step of the weights that the engine holds; None outside `awake`
+        self.version = None  # the step of the weights that were loaded; None outside `awake`
         self.ledger = MemoryLedger(device)
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.engines = self.ranks // cfg.tp

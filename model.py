@@ -322,8 +322,7 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 class LMHead(nn.Linear):
     """The output layer of a language model. `forward` returns log-probs and entropies instead of logits. They
-    are computed inside `forward` because they need the whole weight, and FSDP gathers a module's weight only
-    while the module's `forward` runs.
+    need the whole weight. FSDP gathers it before Policy.forward runs, so they are computed there.
 
     Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
     the same effect."""

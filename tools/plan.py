@@ -502,7 +502,7 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     "sync": a step's gathers for the engine. "samples": a step's exchange of samples of maximal length."""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
-    # A sample's token is an int32, its log-prob a float32. Every rank sends to all ranks alike.
+    # A sample's token is an int32, its log-prob a float32. Every rank sends the same amount to every rank.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
     return phases | {"sync": {"gathers": phases["policy"]["forward"]},
                      "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
