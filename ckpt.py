@@ -261,7 +261,7 @@ class Saver:
 
     def _publish(self, step, temp, every):
         """Publish the checkpoint and delete old ones. Returns an error in one line, or "" if the checkpoint
-        is complete. `every`: the (error, files) of each rank's `_write`."""
+        is complete. `every`: for each rank, the error of its `_write` ("" if none) and the files it wrote."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -299,8 +299,8 @@ def remove_unfinished(final: Path) -> None:
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. This is the
-    place for code that uploads checkpoints.
+    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. Code that
+    uploads checkpoints belongs here.
 
     facts: content of state.json
     files: sizes and checksums of the ranks' files
@@ -420,8 +420,8 @@ def verify(run: Path) -> None:
 
 def find(out: Path, resume: str) -> Path | None:
     """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names
-    (see `named`), or None if --resume is "auto" or "never". This is the place for code that downloads
-    checkpoints.
+    (see `named`), or None if --resume is "auto" or "never". Code that downloads checkpoints
+    belongs here.
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     *older, newest = complete(out) or [None]
@@ -501,7 +501,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
     the weights of the other run's policy. Returns a line that names the filled models. facts: as in `resume`.
-    Raises UserError if a file is damaged, or if the tokenizer or a model's shapes differ."""
+    Raises UserError if a file is damaged, or if this run has another tokenizer or other shapes of a model."""
     saved = read_state(path)
     require(saved["read"]["policy's tokenizer"] == facts["read"]["policy's tokenizer"],
             f"{path} has another tokenizer than --model {facts['config']['model']}",

@@ -355,8 +355,8 @@ class Config:
 
     @property
     def minibatches(self) -> int:
-        """Number of minibatches in a step. The model with more updates trains on one minibatch in each
-        update. The other model trains on several."""
+        """Number of minibatches in a step. The model with more updates trains on one minibatch in each of
+        its updates. The other model trains on several in each update."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:

@@ -378,7 +378,7 @@ def on_host(x: Tensor) -> Tensor:
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects x of all ranks of `group` (None: all ranks) in rank order, on every rank. Only for
-    small objects. Before `init`, returns [x]."""
+    small objects, because every rank receives all of them. Before `init`, returns [x]."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)

@@ -49,8 +49,8 @@ class MemoryLedger:
     engine still uses while it sleeps. Create the ledger before the engine allocates memory.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's own statistics are not used, because they count the tensors of a sleeping engine, which then have
-    no memory."""
+    torch's own statistics are not used, because they count the tensors of a sleeping engine, although their
+    memory is free."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()

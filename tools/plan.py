@@ -391,12 +391,13 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # During a sync, VLLMEngine.load keeps a copy of the embedding and of the head (one tensor if tied).
+    # VLLMEngine.load copies the embedding and the head (one tensor if tied). The copies stay until the end of
+    # the sync if the two are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # a reference with the policy's shape needs less than the policy's update
+    if case.cfg.ref_model:  # without it, ref has the policy's shape and needs less than the policy's update
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
