@@ -207,8 +207,8 @@ class Config:
     grad_clip: Positive = 1.0  # maximum global gradient norm; larger gradients are scaled down to it
 
     # --- the loss
-    gamma: Share = 1.0  # discount (ppo)
-    lam: Share = 1.0  # GAE's lambda (ppo)
+    gamma: Share = 1.0  # discount (ppo, and --advantage return_whiten)
+    lam: Share = 1.0  # GAE's lambda (ppo, and --advantage return_whiten)
     clip_low: Share = 0.2  # the policy's ratio is clipped to at least 1 - clip_low
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)

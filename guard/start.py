@@ -100,8 +100,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
 
 # Names of the files and folders that a run or tools.report writes. They are overwritten only in the folder of
 # an earlier run (`is_run`).
-WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl ckpt export samples eval tb "
-           "nonfinite plot.png report.html").split()
+WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
+           "export samples eval tb nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
