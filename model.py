@@ -358,9 +358,12 @@ class PackModel(nn.Module):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
-        self.config = without_dropout(config)
+        self.config = config
         backbone = backbone_class(type(config))
-        self.model = backbone._from_config(self.config, attn_implementation="torz", dtype=torch.float32)
+        self.model = backbone._from_config(config, attn_implementation="torz", dtype=torch.float32)
+        # Training without dropout: with it, the log-probs of two forward passes would differ, and so the
+        # policy's ratio would be wrong.
+        self.model.eval()
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
@@ -430,15 +433,6 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm that uses Llama's
     formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Set every dropout of the config to 0, in place, and return the config. With dropout, the log-probs of
-    two forward passes would differ, and so the policy's ratio would be wrong."""
-    for name, value in vars(config).items():
-        if value and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)
-    return config
 
 
 class Policy(PackModel):
@@ -621,7 +615,7 @@ def _load(kind, path, device, shard_fn):
     require(not extra, f"{path} has {len(extra)} tensors that a {model.config.model_type} doesn't have, for "
             f"example {extra[:1]}", "weights and a config.json of one model")
     dist.load_files(state, path)
-    return model.train()
+    return model
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:

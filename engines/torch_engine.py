@@ -170,7 +170,7 @@ class TorchEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
-        self.policy.to(dtype).requires_grad_(False).eval()
+        self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
         self.eos_tensor = self._tensor(sorted(self.eos))

@@ -48,7 +48,7 @@ def test_the_default_settings_of_a_family_are_accepted(model_type):
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):
-    """The model is in training mode, but must not apply the config's dropouts of 0.5."""
+    """Training must not apply the config's dropouts of 0.5."""
     assert model.load_config(folder).attention_dropout == 0.5
     gaps = families.compare_training(folder)
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
@@ -139,8 +139,8 @@ def test_dropout_is_off(folder_of):
     path = folder_of("phi3")
     p = data.pack(ranks.make_samples(3))
     for module in (model.load_policy(path), model.load_critic(path)):
-        off = [m.p for m in module.modules() if isinstance(m, torch.nn.Dropout)]
-        assert module.training and off and set(off) == {0.0}
+        off = [m.training for m in module.modules() if isinstance(m, torch.nn.Dropout)]
+        assert off and not any(off)
         args = (p, 1.0) if isinstance(module, model.Policy) else (p,)
         first, second = (torch.stack([*module(*args)]) for _ in range(2))
         assert torch.equal(first, second)

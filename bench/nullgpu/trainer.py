@@ -130,7 +130,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # on the host: the stub has only zeros
-    return train.Role(name, module.train(), train.make_optimizer(module, lr, cfg))
+    return train.Role(name, module, train.make_optimizer(module, lr, cfg))
 
 
 # --- the measurement
