@@ -245,7 +245,7 @@ class Config:
     stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
     go: bool = False  # start even if the check of the first responses or of the gold answers fails
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
-    verbose: bool = False  # print a table of memory and seconds each step, and vllm's start-up messages
+    verbose: bool = False  # print a table of memory and seconds each step
 
     def __post_init__(self) -> None:
         """Raises UserError for a value out of its range and for values that can't work together."""

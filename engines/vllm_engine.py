@@ -11,9 +11,7 @@ and no KV cache, so each step loads the weights again, in an order that keeps th
 Only the versions of vLLM in VERSIONS are accepted, because they were tested. vLLM 0.26, for example, loses a
 part of its state when it sleeps at level 2."""
 
-import contextlib
 import os
-import sys
 
 import numpy as np
 import torch
@@ -40,7 +38,7 @@ class VLLMEngine(Engine):
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        with self.engine_errors("to start"), contextlib.nullcontext() if cfg.verbose else _muted():
+        with self.engine_errors("to start"):
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
@@ -87,9 +85,11 @@ class VLLMEngine(Engine):
             k = key_of[output.request_id]
             if k in requests:
                 response = output.outputs[0]
+                # `logprobs=0` in _enqueue: one log-prob for each token, that of the sampled token
+                assert response.logprobs.token_ids == list(response.token_ids)
                 ids = np.array(response.token_ids, dtype=np.int32)
-                yield self.sample(k, requests[k], ids, _sampled_logprobs(response.logprobs, ids),
-                                  response.finish_reason == "stop")
+                logp = np.array(response.logprobs.logprobs, dtype=np.float32)
+                yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
 
     def _enqueue(self, queued, temperature, key, top_p):
         """Queue requests in vLLM, longest prompts first. queued: (prompt_id, sample_id) -> (prompt tokens,
@@ -137,23 +137,6 @@ def _import_vllm():
     return LLM
 
 
-@contextlib.contextmanager
-def _muted():
-    """Context manager. Inside it, the output of this process goes to /dev/null, also that of C++ code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
-    try:
-        yield
-    finally:
-        for fd, copy in zip((1, 2), saved, strict=True):
-            os.dup2(copy, fd)
-            os.close(copy)
-
-
 def _repack_tied_head(model):
     """On a CPU, vLLM computes logits with a packed copy of the head's weights. When it loads new weights, it
     updates this copy itself, except if the head is tied to the embedding. This function updates it in that
@@ -162,12 +145,3 @@ def _repack_tied_head(model):
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
         head.quant_method.process_weights_after_loading(head)
-
-
-def _sampled_logprobs(logprobs, ids):
-    """Returns (L,): log-probs of the L sampled tokens `ids` of a response. logprobs: vLLM's FlatLogprobs. It
-    may list several tokens for each position; the first one is the sampled token."""
-    flat = np.array(logprobs.logprobs, dtype=np.float32)
-    starts = np.array(logprobs.start_indices)
-    assert (np.array(logprobs.token_ids)[starts] == ids).all()
-    return flat[starts]
