@@ -183,9 +183,9 @@ class Case:
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
         # Bytes of one number in activations and gathered weights: 2 (bf16) or 4 (fp32).
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # Every engine except the torch engine is planned like vLLM: it uses --engine_share of a GPU's memory,
-        # and frees that memory when it sleeps.
-        self.engine_sleeps = cfg.engine_kind(on_gpu) != "torch"
+        # On a GPU, every engine except the torch engine is planned like vLLM: it uses --engine_share of the
+        # GPU's memory, and frees that memory when it sleeps.
+        self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
         # Whether models are moved to host memory while they are not in use.
         self.offloads = cfg.offload and on_gpu
         # Bytes of the engine's weights on one rank.
@@ -364,20 +364,18 @@ def _engine_memory(case):
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
     cache = rows * cfg.engine_len * case.kv_bytes
-    if case.engine_sleeps and case.gpu:
+    if case.engine_sleeps:
         buffers += ENGINE_BUFFERS
         cache = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
-    elif case.engine_sleeps:
-        cache = GIB / 4  # as engines/vllm_engine.py sets it
     return {"engine weights": case.engine_weights, "engine buffers": buffers, "KV cache": cache}
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). The torch engine
-    keeps its weights."""
-    if not case.engine_sleeps:
-        return {"engine weights": case.engine_weights}
-    return {"sleeping engine": SLEEPING_ENGINE} if case.gpu else {}
+    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). An engine that does
+    not sleep keeps its weights."""
+    if case.engine_sleeps:
+        return {"sleeping engine": SLEEPING_ENGINE}
+    return {"engine weights": case.engine_weights}
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
