@@ -81,14 +81,14 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # index of the prompt in the step's batch; with --carry, first its number in the run
+    prompt_id: int  # index of the prompt in the step's batch; while sampling with --carry: its number in numbers_at
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
     logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 at environment tokens
     stopped: bool  # true: ended by EOS or a stop string; false: ended by the length limit
     text: str  # the response, decoded
-    version: int  # version of the weights that sampled the last tokens
+    version: int  # the step whose weights sampled the last tokens
     reward: float = 0.0  # from the grader
     reason: str = ""  # why the grader gave this reward: one of reward.REASONS
     answer: str | None = None  # the answer that was extracted from the response
@@ -98,7 +98,7 @@ class Sample:
     failed: tuple[str, ...] = ()  # names of the graders whose function raised an exception
     in_loss: bool = True  # whether the sampled tokens enter the loss
     sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
-    versions: np.ndarray | None = None  # (L,) int32 version of the weights for each token; None: `version`
+    versions: np.ndarray | None = None  # (L,) int32 `version` of each token; None: `version` for all
     turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
     turn_start: int = 0  # index in `ids` where the last turn starts
     text_start: int = 0  # index in `text` where the last turn starts
@@ -129,7 +129,7 @@ class Sample:
 
     @property
     def token_versions(self) -> np.ndarray:
-        """Returns (L,) int32: version of the weights that sampled each response token."""
+        """Returns (L,) int32: for each response token, the step whose weights sampled it."""
         return np.full(len(self.ids), self.version, np.int32) if self.versions is None else self.versions
 
     @property
@@ -245,7 +245,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # only the main thread can set a handler
+    with suppress(ValueError):  # raised if this is not the main thread, which alone can set a handler
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
@@ -431,9 +431,9 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns two arrays with the same indices, those of an epoch's problems: 1. ordered by group, 2. in
-    random order. With weight 1.3, for example, each problem of the group occurs once, and a random 30 % of
-    them occur a second time."""
+    """Returns the indices of the problems of an epoch twice: 1. ordered by group, 2. in random order. With
+    weight 1.3, for example, each problem of the group occurs once, and a random 30 % of them occur a second
+    time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))

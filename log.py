@@ -60,7 +60,8 @@ class Meter:
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
     def add_mean_and_max(self, name: str, x: Tensor) -> None:
-        """Add the values x to the metrics NAME/mean and NAME/max. x (n,): values of 0 or more; n may be 0"""
+        """Add the values x (n,) to the metrics NAME/mean and NAME/max. No value may be negative, because the
+        maximum of an empty x counts as 0."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
@@ -91,8 +92,8 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     parts: the NAMEs of the metrics `reward/NAME`, from rollout.part_names.
     turns: true with --env. Then `response_len` includes the environment's tokens, and `response_len/sampled`
         does not.
-    per_prompt: number of samples of a prompt. With --carry, some of them may be left for the next step. Such
-        a prompt is not counted in `pass@n` and `uniform_groups`."""
+    per_prompt: number of samples of a prompt. With --carry, a step may have only some of them. Then the
+        prompt is not counted in `pass@n` and `uniform_groups`."""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -138,7 +139,8 @@ STEP_LINE = {  # metric -> its format in a step's printed line
 
 
 class Logger(contextlib.AbstractContextManager):
-    """Writes all files in the run's folder `out`, except for checkpoints. Only rank 0 (`main`) writes.
+    """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
+    except in `dump`.
 
     `start` is the first step that will be logged. An interrupted run may have left rows of this and later
     steps; these rows are moved to metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder

@@ -57,7 +57,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 def _term(spec, parts):
     """Returns the Term for one text of --reward, such as "math=2". Raises UserError."""
     full, equals, number = spec.rpartition("=")
-    # Without a weight: there is no =, or the last = is in a file path.
+    # No weight is given if there is no =, or if the last = is part of a file path.
     if not equals or "/" in number or ":" in number:
         full, number = spec, "1"
     try:
@@ -120,7 +120,7 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# Reward parts that read only the response's text. rollout.REWARD_PARTS has the others, too.
+# The reward parts that read only the response's text. rollout.REWARD_PARTS has all reward parts.
 TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
               "repetition": lambda text: -repeated_ngrams(text)}
 
@@ -159,7 +159,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; "stopped" and "kind" may be left out. A file of a run's samples/ is one, too
+            "kind": "math"}; "stopped" and "kind" may be left out. Or a file of a run's samples/
         reward: as for train.py: graders and parts, such as math format=0.5 path/to/file.py:function=2
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take

@@ -44,7 +44,7 @@ OnResponse = Callable[[], bool]  # returns True to abort sampling
 # Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
 # a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer prompts an engine, `deal` spreads the samples of a prompt over the ranks
+PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
 
 # --- rewards
 
@@ -91,7 +91,8 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part 
 
 def terms_of(cfg: Config) -> list[Term]:
     """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if a term
-    does not exist, or if a user's function or data set has the name of a reward part."""
+    does not exist, if a user's function or data set has the name of a reward part, or if a weight is 0 and
+    there is no teacher (--ref_model with --kl_coef) to learn from instead."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -108,8 +109,8 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. If no grader is for
-    one data set only, the first grader is left out, because its mean is the metric `reward`."""
+    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. If every grader is
+    for all data sets, the first one is left out, because its mean is the metric `reward`."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
@@ -295,13 +296,13 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # A text longer than the rest of the response counts as a failure of the environment.
+        # The text does not fit into the rest of the response: a failure of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # The text would leave no token for the policy's next turn. So the trajectory ends here, without the
-        # text, and counts as truncated.
+        # The response is full, or the text would fill it, so the policy has no room for another turn. The
+        # trajectory ends here, without the text, and counts as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
@@ -316,8 +317,8 @@ class Trajectories:
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
 
-        The first grader gives the reward, but the environment's reward replaces the grader's reward. If the
-        environment failed, the reward is 0."""
+        The reward is 0 if the environment failed; otherwise the environment's reward, if it gave one;
+        otherwise the first grader's."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -384,15 +385,15 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         on_response: OnResponse, carries: bool) -> set[Key] | None:
-    """Sample round after round until there are enough samples. Returns the keys of the samples to train on,
-    those of all ranks, or None if sampling was aborted.
+    """Sample round after round until there are enough samples. Returns the keys of the samples to use, or
+    None if sampling was aborted. Keys of samples on other ranks may be among them.
 
     With --round_len, the unfinished trajectories are distributed over all ranks again after each round.
 
     If `carries` is false, sampling ends when all trajectories are complete.
     If `carries` is true, sampling ends when two conditions hold:
-    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, they
-       count only when all trajectories of the prompt are complete.
+    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, a
+       trajectory counts only when all trajectories of its prompt are complete.
     2. No prompt that began --max_staleness steps ago or earlier has an unfinished trajectory."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:

@@ -17,8 +17,9 @@ Three differences from Open-Reasoner-Zero:
 
 1. A loss is divided by the token count of the whole update over all ranks. So the number of ranks and the
    packing do not change a run.
-2. No sample is dropped or repeated.
-3. With one policy update per step, the ratio is always 1, so no forward pass computes old log-probs."""
+2. No sample is dropped or repeated to fill a batch.
+3. With one policy update per step, the old log-probs are equal to the current ones. So no forward pass
+   computes them, unless a KL term in the reward needs them."""
 
 import gc
 import os
@@ -132,7 +133,7 @@ Minibatches = list[list[Pack]]  # this rank's packs of one step, one list for ea
 
 @dataclass
 class Role:
-    """A model of the run: policy, critic or ref."""
+    """A model of the run: policy, critic or ref (the reference model of the KL term)."""
 
     name: str
     model: nn.Module
@@ -155,7 +156,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # the first step to run
-    carried: list[Sample]  # with --carry: this rank's trajectories that the previous step left
+    carried: list[Sample]  # with --carry: this rank's responses, finished or not, for the next step
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
@@ -187,8 +188,8 @@ def main(cfg: Config) -> None:
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step, or False if a stop was requested and all finished
-    steps were saved."""
+    """The algorithm. Returns True after the last step. Returns False after a stop request; then all finished
+    steps are saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -226,8 +227,9 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # Old log-probs, from before the step's first update, are needed for several updates per step, and for a
-    # KL term in the reward. Otherwise they are equal to the current log-probs, which policy_pack_loss uses.
+    # Old log-probs are those from before the step's first update. With a single update, they are equal to the
+    # log-probs that policy_pack_loss computes. So a forward pass computes them only if a step has several
+    # updates, or if the reward has a KL term, which is needed before the update.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         # A forward pass needs no optimizer. With optimizer=None, its state stays on the host (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
@@ -293,7 +295,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    grader = dist.together(make_grader, cfg, say)  # first, because it says whether to keep the rows' fields
+    grader = dist.together(make_grader, cfg, say)  # before the data: its functions may need the rows' fields
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read = read_facts(cfg, problems, tokenizer)
     check_same("reads", read | read_files(cfg, held_out), "the same files on every machine")
@@ -360,7 +362,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new optimizer. To use another optimizer, change only this function: checkpoints save the
     state of any optimizer."""
-    # On a CPU, AdamW without fused=True updates one parameter at a time, which is slow.
+    # On a CPU, AdamW without fused=True is slow, because it goes over each parameter in several passes.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              eps=cfg.adam_eps, fused=fused)
@@ -391,8 +393,8 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     3. with --carry, this rank's trajectories (responses so far) that are left for the next step; otherwise
        [].
 
-    With --resample_rounds, the metrics are measured before the first resampling, so they include the prompts
-    that are then replaced."""
+    The metrics of the samples (log.measure_samples) are measured before the first round of --resample_rounds,
+    so they include the prompts that this round replaces."""
     cfg, arrivals = run.cfg, [time.perf_counter()]
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
@@ -403,7 +405,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     start, late, end = arrivals[0], arrivals[int(0.9 * len(arrivals))], arrivals[-1]
     meter.add("rollout_tail", end - late, end - start)
     if step == 0:
-        save_samples(run, step, batch, samples)  # a run that first_look refuses keeps them
+        save_samples(run, step, batch, samples)  # now, because first_look may end the run
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples)
@@ -415,8 +417,9 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
     """The sampling of `sample_step` with --carry: samples new prompts, and continues the trajectories
     (responses so far) that the previous step left. Returns the results of `sample_step`.
 
-    Only after `draw` is it known which prompts form the batch. So prompt_id is first the prompt's number in
-    the run (data.numbers_at), and after `draw` an index into the batch."""
+    More prompts are sampled than the step needs, and the batch is chosen from those that finish. So up to
+    the end of `draw`, prompt_id is the prompt's number in the run (data.numbers_at). Then it is an index into
+    the batch."""
     cfg = run.cfg
     carried = set(dist.gather_all(s.prompt_id for s in run.carried))
     problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
@@ -553,7 +556,8 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     minibatch. Every rank gets about equal work and the same number of packs. n_prompts: number of the step's
     prompts on all ranks.
 
-    Adds the metrics tokens, unique_share and flops (estimated FLOP of the updates)."""
+    Adds the metrics tokens, unique_share (share of the tokens that the model computes, see
+    data.unique_prefixes) and flops (estimated FLOP of the updates)."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -580,7 +584,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
     number of each sample of this rank, and the prompt_id (S,) and length (S,) in tokens of each sample of all
     ranks.
 
-    n: number of samples of a prompt. With --carry, some samples of a prompt may be missing."""
+    n: number of samples of a prompt. With --carry, some of them may belong to another step."""
     # the numbers that this rank's samples would have if no sample were missing
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
@@ -693,7 +697,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of response tokens of the update over all ranks"""
+    tokens, responses: the result of `counts` for the update; `responses` is not used"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -729,7 +733,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("mismatch/mean²", (weight * weight).sum(), n)
     meter.add("mismatch/cut", cut.sum(), n)
     if p.ref_logp is not None:
-        # both log-probs are 0 outside the mask
+        # The KL is 0 outside the mask, because there both log-probs are 0.
         kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
         if cfg.kl_coef and cfg.kl_in == "loss":
@@ -741,8 +745,9 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
-    mean is over `fresh_tokens`: tokens that older weights sampled (--carry) differ without an error. Must be
-    called before the policy's optimizer step, so that the policy does not learn from wrong samples."""
+    mean is over `fresh_tokens`. It leaves out the tokens that older weights sampled (--carry), because their
+    log-probs differ even if nothing is wrong. Must be called before the policy's optimizer step, so that the
+    policy does not learn from wrong samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too

@@ -135,9 +135,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # The row may have choices although its kind is not "choice". A number as gold answer may then be the
-        # index of a choice, which the answer in a response would never equal. So it is refused, unless it is
-        # also the text of a choice.
+        # The row may have choices although its kind is not "choice". Then a number as gold answer may be the
+        # index of a choice. But a response states the choice's text, so every response would be graded wrong.
+        # Therefore the row is refused, unless the number is also the text of a choice.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -269,8 +269,9 @@ def _form(text):
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns a line for each group of the rows that may have wrong gold answers: a form that most rows of
-    the file do not have, or several words as the answer to a math problem. rows: (number, Row) of one file"""
+    """Returns lines about rows that may have wrong gold answers: one line for each form of answer (see _form)
+    that is not the most frequent one, and one for math problems whose answer has several words. rows:
+    (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
     odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]

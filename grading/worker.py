@@ -72,7 +72,8 @@ START = 300  # a server may need this number of seconds to start, because networ
 
 # A request that the trainer sends to a worker. Its first entry says what the worker does:
 #     "compare", answer, gold, kind                compare the answer with the gold answer
-#     "score", function, values of its arguments   call a user's reward; by name: a JSON text
+#     "score", function, response, gold, kind      call a user's reward with these arguments
+#     "score", function, JSON                      the same, but the arguments go by name, as a JSON object
 #     "reply", function, problem, text, turn       call the environment
 Request = tuple
 
@@ -224,7 +225,7 @@ def _grade_chunk(requests, deadline):
 
 def _message(error, spec):
     """Returns the error as one line, with the last line of the user's file that was called. spec:
-    "FILE.py:FUNCTION", or any other text"""
+    "FILE.py:FUNCTION". If the request was a comparison, `spec` is the answer, and no line is added."""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -251,8 +252,10 @@ def _init_worker():
 
 
 def _import_function(spec, arguments):
-    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the names of the arguments that it gets
-    by name ([]: it gets `arguments` by position), and its `seconds` and `parallel` (0: it has no `seconds`).
+    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
+    1. the names of the arguments that the function gets by name; []: it gets `arguments` by position
+    2. its deadline `seconds` (see Grader); 0: it declares none
+    3. its number of calls at once, `parallel`; 0 without `seconds`
 
     arguments: SCORE or TURN"""
     path, _, name = spec.rpartition(":")
@@ -316,7 +319,8 @@ def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
     `replies`. Returns when `requests` closes or a pool breaks.
 
-    A function with `seconds` has a pool of `parallel` workers. found: function -> facts (_import_function)
+    A function with `seconds` has a pool of `parallel` workers. found: function -> the result of
+    `_import_function`
 
     If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
     sends each of these requests again in a chunk of its own.
@@ -479,8 +483,8 @@ class Grader(AbstractContextManager):
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
-        """Returns the Grade of an answer that needs no worker: it is missing or too long, or an equal one has
-        been graded, or quick_grade decides. Returns None for all other answers."""
+        """Returns the Grade of an answer that needs no worker: the answer is missing or too long, or this
+        comparison is in the cache, or quick_grade decides. Returns None for all other answers."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
         known = self._cache.get(("compare", answer, gold, kind))
@@ -527,7 +531,7 @@ class Grader(AbstractContextManager):
                 self.say(f"grading: waits for {len(self._pending)} calls of "
                          f"{' '.join(self.known or ['math'])}; the last {self._late} timed out")
         if self._pending:
-            self.close()  # the server still has the requests
+            self.close()  # otherwise the server would still work on these requests
         for key, answer in sum(self._pending.values(), []):
             self._grades[key] = Grade(0.0, "timeout", answer)
         self._pending, self._chunks = {}, {}
@@ -592,7 +596,7 @@ class Grader(AbstractContextManager):
 
     def _exchange(self, seconds):
         """Write requests to the server, and read its replies. Waits at most `seconds` until one of the two is
-        possible. Returns False if neither happened, because the server is too slow or dead."""
+        possible. Returns False if nothing was written or read in this time, or if the server is dead."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files
         poll.register(stdout, select.POLLIN)

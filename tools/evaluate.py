@@ -175,9 +175,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
     arguments and for flags that only training uses.
 
-    A flag that is not given has its value of `as_trained`. With --template chat, only the end token stops a
-    response, unless --stop is given, because the default stop strings, such as "User:", do not belong to a
-    chat."""
+    A flag that is not given has the value with which the models were trained (`as_trained`), or else its
+    default. But the default stop strings, such as "User:", do not belong to a chat. So with --template chat
+    and without --stop, only the end token stops a response."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -203,7 +203,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     check_reward(cfg)
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
-    # The trained system prompt and stop strings belong to the trained template.
+    # The trained system prompt and stop strings belong to the trained template. --template drops them.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
     cfg = replace(cfg, **{name: value for name, value in as_trained(models).items() if name not in own})
     return [replace(cfg, model=model) for model in models]
