@@ -81,7 +81,7 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # index of the prompt in the step's batch; while sampling with --carry: its number in numbers_at
+    prompt_id: int  # its index in the step's batch; while sampling with --carry: its number in numbers_at
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
