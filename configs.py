@@ -596,6 +596,21 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
     return given
 
 
+def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
+    """Returns given_flags(argv). Raises UserError for a flag that does not exist, and for a value after a
+    flag that takes none."""
+    given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
+    for field, word in given.items():
+        # verl and OpenRLHF put the names of sections in front: --train.micro_batch_size
+        ours = next((f": --{k} does that" for k, words in FOREIGN.items()
+                     if field.split(".")[-1] in words.split()), "")
+        require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
+                f"a flag that {prog} --help lists")
+        require(not word.isalnum() or not isinstance(getattr(kind, field, 0), bool),
+                f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
+    return given
+
+
 def layout_of(given: Mapping[str, str], default: str) -> str:
     """Returns the layout's name. Without --layout, the environment variable DEBUG_MODE decides: True means
     debug, as in Open-Reasoner-Zero; if it is not set, `default`. Raises UserError for an unknown value of
@@ -621,8 +636,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     Under torchrun, the preset may be left out. It is then orz-7b, with the layout "debug" on 8 ranks and
     "production" on 32 ranks, unless --layout or DEBUG_MODE selects another one.
 
-    `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config, or a subclass with more
-    flags."""
+    `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config or a subclass with more flags."""
     import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -634,15 +648,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
     require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags", usage)
-    given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
-    for field, word in given.items():
-        # verl and OpenRLHF put the names of sections in front: --train.micro_batch_size
-        ours = next((f": --{k} does that" for k, words in FOREIGN.items()
-                     if field.split(".")[-1] in words.split()), "")
-        require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
-                f"a flag that {prog} --help lists")
-        require(not word.isalnum() or not isinstance(getattr(kind, field, 0), bool),
-                f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
+    given = known_flags(argv, prog, kind)
     layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
