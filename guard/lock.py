@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ class FolderLock:
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
         self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
-                     "start": _start_of(os.getpid()), "id": secrets.token_hex(8)}
+                     "start": _start_of(os.getpid())}
 
     def claim(self) -> None:
         """Make the folder and take its lock. If a run on another host owns the lock, waits up to DEAD seconds
@@ -100,8 +99,6 @@ class FolderLock:
             if owner == self.mine:
                 with contextlib.suppress(OSError):
                     os.utime(self.file)
-            elif owner and owner["pid"] == os.getpid():  # a later run in the same process (a notebook)
-                return
             elif owner:
                 print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
                       "this process ends without saving", file=sys.__stderr__, flush=True)

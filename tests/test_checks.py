@@ -101,7 +101,7 @@ def locked(folder, **owner):
     """Writes to `folder` the lock of process 7 on the host "other". `owner` changes fields of the lock."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
-    file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1", "id": "x"} | owner))
+    file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))
     return file
 
 
