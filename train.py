@@ -104,7 +104,6 @@ from guard.start import (
     first_look,
     preflight,
     read_facts,
-    read_files,
     with_date,
     with_shards,
 )
@@ -297,8 +296,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
     grader = dist.together(make_grader, cfg, say)  # before the data: its functions may need the rows' fields
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
-    read = read_facts(cfg, problems, tokenizer)
-    check_same("reads", read | read_files(cfg, held_out), "the same files on every machine")
+    read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
+    check_same("reads", read | noted, "the same files on every machine")
     cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
     planned = check_fit(cfg, world, epoch_len(problems), say)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
@@ -308,7 +307,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    facts = {"config": asdict(cfg), "ranks": world.size, "versions": ckpt.VERSIONS, "read": read}
+    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     if origin:

@@ -46,7 +46,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import ROOT, Say, UserError, nearest, require, shorten
+from configs import CODE, ROOT, Say, UserError, nearest, require, short_hash, shorten
 from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
@@ -251,6 +251,19 @@ def _init_worker():
 # stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk.
 
 
+def user_files(spec: str) -> dict[str, str]:
+    """Returns name -> hash of the content, for the user's file in `spec`, "FILE.py:FUNCTION", and for the
+    files and packages beside it that were imported with it. The user's file has the function's name, so that
+    the result does not depend on its path. Files of torz beside it are left out."""
+    path, _, function = spec.rpartition(":")
+    folder = os.path.dirname(path)
+    # A folder `wandb` beside the file has the name of an installed package, whose files are elsewhere.
+    files = {file for name, module in _modules.get(folder, {}).items() if (
+        file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
+    return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
+            for file in sorted(files - {*map(str, CODE)} | {path})}
+
+
 def _import_function(spec, arguments):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
     1. the names of the arguments that the function gets by name; []: it gets `arguments` by position
@@ -371,13 +384,14 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     _take_modules({"configs", "grading"}, set(sys.modules))  # a user's folder may have modules of these names
-    found = {}
+    found, files = {}, {}
     try:
         for spec, arguments in functions.items():
             found[spec] = _import_function(spec, arguments)
+            files[spec] = user_files(spec)
     except (Exception, SystemExit) as error:
         found = f"{spec} ({_message(error, spec)})"
-    os.write(replies, json.dumps([0, found, 0]).encode() + b"\n")
+    os.write(replies, json.dumps([0, (found, files), 0]).encode() + b"\n")
     if isinstance(found, str):
         _die()
     if compares:
@@ -415,7 +429,8 @@ class Grader(AbstractContextManager):
 
     Raises UserError if a function does not exist, can't be imported or has other parameters. If grading
     raises an error, the reward is 0 and the reason is "error". `errors` keeps the first message of each type
-    of error. `failure` is a message if users' functions timed out LATE times in a row, else "".
+    of error. `failure` is a message if users' functions timed out LATE times in a row, or if a new server
+    imported edited files, else "". `check` raises it.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -428,6 +443,7 @@ class Grader(AbstractContextManager):
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # user's function -> the result of `_import_function`, or an error message
+        self.files = {}  # user's function -> its `user_files` when it was imported
         self._late = 0  # number of timeouts of users' functions in a row
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
@@ -491,9 +507,7 @@ class Grader(AbstractContextManager):
         if known:
             return known
         equal = quick_grade(answer, gold, kind)
-        if equal is None:
-            return None
-        return Grade(float(equal), "correct" if equal else "wrong", answer)
+        return None if equal is None else Grade(float(equal), reason_of(equal), answer)
 
     def _queue(self, key, request, answer=None):
         """Queue a request under `key`. Equal requests are sent once."""
@@ -545,9 +559,9 @@ class Grader(AbstractContextManager):
 
     def check(self) -> None:
         """Raises UserError if users' functions have timed out LATE times in a row (with `parallel`: 2 ×
-        `parallel` times, if that is more)."""
-        require(not self.failure, self.failure, "a function that ends in time, a larger --grade_deadline, or "
-                "`seconds = …` in its file")
+        `parallel` times, if that is more), or if their files were edited before the server was replaced."""
+        if self.failure:
+            raise UserError(self.failure)
 
     def new_errors(self) -> list[str]:
         """Returns the messages of `errors` that are new since the last call."""
@@ -618,7 +632,11 @@ class Grader(AbstractContextManager):
         outcomes are None, the worker died or timed out, and each request is sent again in a chunk of its own,
         so that only the request that killed the worker fails."""
         if chunk == 0:  # the server's first line
-            self.known = outcomes
+            known, files = outcomes
+            self.known, self.files = self.known or known, self.files or files
+            if files != self.files:
+                self.failure = (f"{' '.join(self.files)} was edited during the run, and a new grading server "
+                                "imported it; needed: the files of the run's start, and the same command")
             return
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk, [])
@@ -630,7 +648,9 @@ class Grader(AbstractContextManager):
             if request[0] != "compare":
                 self._late = (self._late + 1) * (reason == "timeout")
                 if self._late >= max(LATE, 2 * self.known[request[1]][2]):
-                    self.failure = f"{request[1]} timed out {self._late} times in a row"
+                    self.failure = (f"{request[1]} timed out {self._late} times in a row; needed: a function "
+                                    "that ends in time, a larger --grade_deadline, or `seconds = …` in its "
+                                    "file")
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade

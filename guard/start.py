@@ -27,13 +27,13 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, Config, Say, UserError, gib, nearest, require, short_hash, shorten
+from configs import GIB, NODE, Config, Say, UserError, differences, gib, nearest, require, short_hash, shorten
 from data import Problem, Sample, fingerprint, fix_date
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
 from model import folder_fingerprint, load_config, load_tokenizer
-from rollout import Sets, accuracy, graders_of, reward_files, terms_of
+from rollout import Sets, accuracy, graders_of, terms_of
 from tools import plan
 
 # --- the machines
@@ -62,7 +62,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
-        check_same("runs", dist.together(program, cfg),
+        check_same("runs", ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())},
                    "the same code, packages and command line on every machine")
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
@@ -134,37 +134,34 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     needed: end of the message: what the user should do"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
-    other = sorted({f"{host} ({', '.join(f'{k} {v}' for k, v in found.items() if v != expected.get(k))})"
+    other = sorted({f"{host} ({'; '.join(differences(expected, found))})"
                     for host, found in every if found != expected})
     require(not other, f"not every rank {verb} what rank 0 on {main_host} {verb}: {', '.join(other)}", needed)
 
 
-def read_facts(cfg: Config, problems: Sequence[Problem], tokenizer: Any) -> ckpt.Facts:
-    """Returns name -> value: hashes and settings of the data, reward and model files. They must be the same
-    when a run resumes. The paths of the data and of the models may change.
+def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokenizer: Any,
+               grader: Grader) -> tuple[ckpt.Facts, ckpt.Facts]:
+    """Returns two dicts of facts, name -> value, about what the run reads. When a run resumes, the facts of
+    the first dict must be the same, although the paths of the files may change. The facts of the second dict
+    may change, and the resumed run prints each change.
 
     A resumed run takes the weights of policy and critic from the checkpoint, so the files of their weights
     may change. The files of the reference's weights must be the same, unless the checkpoint contains these
     weights too."""
-    ref = cfg.ref_model or cfg.model
-    facts = ({"--data or --template": fingerprint(problems)} | reward_files(cfg)
-             | ckpt.model_facts(cfg.model, tokenizer))
-    if cfg.algo == "ppo":
-        facts |= ckpt.model_facts(cfg.critic_model or cfg.model, None, "critic")
-    if cfg.keeps_ref:
-        facts["ref's weights"] = "in the checkpoint"
-    elif cfg.has_ref:
-        facts |= ckpt.model_facts(ref, None, "ref")
-        facts["ref's weights"] = [*map(ckpt.crc32, sorted(Path(ref).glob("*.safetensors")))]
-    return facts
-
-
-def read_files(cfg: Config, held_out: Sets) -> dict[str, str]:
-    """Returns facts that must be the same on all ranks, but may change when a run resumes: hashes of the
-    evaluation sets and of the model folders."""
-    return ({f"--eval_data {name}": fingerprint(found) for name, found in held_out.items()}
-            | {path: folder_fingerprint(path)
-               for path in (cfg.model, cfg.critic_model, cfg.ref_model) if path})
+    files, config = grader.files, vars(cfg)
+    read = {"--data or --template": fingerprint(problems), "--env": files.get(grader.env),
+            "--reward": [vars(term) | {"custom": files.get(grader.customs.get(term.custom))}
+                         for term in terms_of(cfg)]}
+    for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
+        if used:
+            read |= ckpt.model_facts(ckpt.source_of(who, config), tokenizer, who)
+    if cfg.has_ref:
+        weights = sorted(Path(ckpt.source_of("ref", config)).glob("*.safetensors"))
+        read["ref's weights"] = "in the checkpoint" if cfg.keeps_ref else [*map(ckpt.crc32, weights)]
+    noted = ckpt.VERSIONS | {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
+                             for name, found in held_out.items()}
+    paths = filter(None, (cfg.model, cfg.critic_model, cfg.ref_model))
+    return read, noted | {path: folder_fingerprint(path) for path in paths}
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
@@ -196,12 +193,6 @@ def checkpoint_id(path: Path | None) -> str:
     if path is None:
         return "none"
     return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
-
-
-def program(cfg: Config) -> dict[str, str]:
-    """Returns the facts for `check_same` about the program: versions of the packages, and hashes of the code,
-    the config and the reward files."""
-    return ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())} | reward_files(cfg)
 
 
 def check_space(folder: Path, needed: float) -> None:

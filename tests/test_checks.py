@@ -58,7 +58,7 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
                "--eval_data train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
     said = refused(dataclasses.replace(base, out=str(tmp_path / "o"), **changes), here, there)
     name = str(here) if differs == "--model" else differs
-    assert f"not every rank reads what rank 0 on {HOST} reads: other ({name} " in said
+    assert f"not every rank reads what rank 0 on {HOST} reads: other ({name}: " in said
 
 
 def test_a_mistake_on_one_host_is_the_line_that_all_show(base, tmp_path):
@@ -74,7 +74,7 @@ def test_ranks_that_would_resume_from_other_checkpoints_are_refused(base, two_ra
         shutil.copytree(ckpt.step_folder(two_ranks[0], step), ckpt.step_folder(tmp_path / name, step))
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), resume=str(tmp_path / "here"))
     said = refused(cfg, tmp_path / "here", tmp_path / "there")
-    assert f"what rank 0 on {HOST} starts from: other (checkpoint step_000002" in said
+    assert f"what rank 0 on {HOST} starts from: other (checkpoint: step_000004" in said
 
 
 def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):

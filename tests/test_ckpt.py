@@ -96,7 +96,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 def trained(kind, out, shard_ranks):
     """Trains 6 steps; with `out`, saves after 3 and resumes. Returns warnings and states (policy, ref)."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
-    facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "versions": {}}
+    facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "noted": {}}
 
     def new():
         torch.manual_seed(0)
@@ -349,9 +349,12 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
     again, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, steps=2))
     assert again["start"] == 1
     assert equal(ref, {k.replace("ref.", "policy."): x for k, x in again.items() if k.startswith("ref.")})
-    cfg = dataclasses.replace(cfg, out=f"{tmp_path}/c", model=make_model(tmp_path / "deep", layers=3))
-    said, = run_ranks(1, ranks.prepared, cfg)
-    assert "has a policy with other shapes (model.layers.2." in said and f"--model {base.model}" in said
+    other = shutil.copytree(base.model, tmp_path / "rope") / "config.json"
+    other.write_text(other.read_text().replace("10000.0", "90000.0"))
+    for model, words in ((other.parent, "rope_parameters: {'rope_theta': 10000.0, "),
+                         (make_model(tmp_path / "deep", layers=3), "num_hidden_layers: 2 -> 3")):
+        said, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, out=f"{tmp_path}/c", model=str(model)))
+        assert words in said and f"critic's {words}" in said and f"--model {base.model}" in said
 
 
 def test_signals_are_handled_only_while_training(capfd):
@@ -489,6 +492,9 @@ EDITS = {
     "a sampling default": ("generation_config.json", "{", '{"top_k": 3,', ""),
     "one weight": ("model.safetensors", "", "", "(ref's weights: ['"),
     "a token of no prompt": ("tokenizer.json", '"y":', '"yy":', "(policy's tokenizer: "),
+    "spaces at decoding": ("tokenizer_config.json", '"clean_up_tokenization_spaces": false',
+                           '"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": true, '
+                           '"clean_up_tokenization_spaces": true', "(policy's tokenizer: "),
     "an end token": ("generation_config.json", ": 261", ": [5, 261]", "end tokens: [261] -> [5, 261]"),
     "a setting": ("config.json", "1e-06", "0.1", "(policy's rms_norm_eps: 1e-06 -> 0.1; critic's rms_norm"),
 }
@@ -515,10 +521,14 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         found, = run_ranks(1, ranks.prepared, other)
         assert words in found
     monkeypatch.setitem(ckpt.VERSIONS, "code", "edited")
+    monkeypatch.setitem(ckpt.VERSIONS, "math-verify", "0.1")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(
-        base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight"))
+        base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight",
+        eval_data=(f"{tmp_path}/train.jsonl",)))
     assert equal(found, restore(1, base, two_ranks[0])[0])
-    assert re.search("resumed after 4 steps from .*; code: [0-9a-f]{8} -> edited\n", capfd.readouterr().out)
+    assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
+                     "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, ", capfd.readouterr().out)
 
 
 def in_zones(zones, main, *args):

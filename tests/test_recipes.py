@@ -316,21 +316,19 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The run compares the reward's file and the files beside it that the file imports."""
-    file, helper = tmp_path / "mine.py", tmp_path / "helper.py"
-    text = "from helper import ONE\n\n\ndef score(response, answer, kind):\n    return ONE\n"
-    cfg = dataclasses.replace(base, reward=(f"{file}:score=2",), eval_every=0, steps=1, lr_decay="constant",
-                              out=str(tmp_path / "run"))
-    messages = []
-    for steps, edit, one in ((1, "", 1.0), (2, "# edited", 1.0), (2, "", 2.0), (2, "", 1.0)):
-        file.write_text(text + edit)
-        helper.write_text(f"ONE = {one}")
-        messages += run_ranks(1, ranks.main, dataclasses.replace(cfg, steps=steps))
-    assert f"another config ({file}: " in messages[1] and f"another config ({helper}: " in messages[2]
+    """The run compares the content of the reward's file and of what it imports. Paths may change."""
+    cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
+    for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
+        file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
+        package.mkdir(parents=True, exist_ok=True)
+        file.write_text("from pkg.helper import ONE\n\n\ndef score(response, answer, kind):\n    return ONE\n"
+                        f"def turn(problem, text, turn):\n    return None\n{edit}")
+        (package / "helper.py").write_text("from .one import ONE")
+        (package / "one.py").write_text(f"ONE = {one}")
+        messages += run_ranks(1, ranks.main, dataclasses.replace(
+            cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn"))
+    assert "--env: " in messages[1] and "--reward: " in messages[2] and "pkg/one.py" in messages[2]
     assert messages[::3] == ["", ""]
-    env = base.reward[0].replace(":digits", ":respond")
-    files = rollout.reward_files(dataclasses.replace(cfg, env=env))
-    assert files.keys() == {str(file), str(helper), env.split(":")[0]}
 
 
 @pytest.mark.parametrize("reward,words", {
@@ -608,7 +606,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
         assert {k: v for k, v in found.items() if k in only} == only
         assert (found["model"], found["flags"]["max_response_len"]) == (model, 24)
         assert found["flags"]["engine"] == "torch"
-        assert set(found["versions"]) == {"code", "torch", "transformers", "math-verify"}
+        assert set(found["versions"]) >= {"code", "torch", "transformers", "math-verify"}
         ids = [(row["prompt_id"], row["sample_id"]) for row in rows]
         assert ids == list(itertools.product(range(40), range(4)))
         sums = found["sets"]["sums"]

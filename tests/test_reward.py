@@ -517,6 +517,12 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
         os.kill(grader._process.pid, signal.SIGKILL)  # kills the new, idle server
         grader.submit("next", "0", "", True, custom=spec)
         assert grader.results()["next"].reason == "correct"
+        grader.check()
+        custom(SLOW + "# edited"), grader.close()  # the next request starts a new server
+        grader.submit("edited", "0", "", True, custom=spec)
+        grader.results()
+        with pytest.raises(UserError, match="mine.py:score was edited during the run, .*; needed: "):
+            grader.check()
 
 
 def test_a_server_that_dies_twice_is_an_error(custom):

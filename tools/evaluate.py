@@ -17,7 +17,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ from rollout import (
     make_engine,
     make_grader,
     mean,
-    reward_files,
     score_sets,
     set_names,
     terms_of,
@@ -299,17 +297,14 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
 
-def describe(c: Candidate, engine: Engine) -> dict[str, Any]:
+def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
     flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
-    used = {"math-verify": version_of("math-verify")}
-    if flags["engine"] == "vllm":  # `version_of` needs the package name, and vLLM's CPU build has another one
-        used["vllm"] = sys.modules["vllm"].__version__
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
             "tokenizer": c.engine_key["policy's tokenizer"], "flags": flags,
-            "reward_files": reward_files(c.cfg), "versions": VERSIONS | used}
+            "reward_files": grader.files, "versions": VERSIONS}
 
 
 # --- the evaluation
@@ -342,7 +337,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
             gc.collect()
             torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
-        result = describe(c, engine)
+        result = describe(c, engine, grader)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
             scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
         result["sets"] = summary(c.cfg, c.sets, scores)
