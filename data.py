@@ -489,7 +489,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    FSDP needs the same number of packs on every rank, and in every pack the ranks wait for the slowest one.
+    FSDP needs the same number of packs on every rank, and at every pack all ranks wait for the slowest rank.
     Therefore the k-th packs of all ranks get about the same cost.
 
     A prompt is computed once for all its samples in the same pack. Therefore samples of one prompt are put

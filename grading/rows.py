@@ -87,7 +87,7 @@ def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator
 
 
 def as_json(row: Any) -> str:
-    """Returns a row as JSON. Values that JSON has not, such as dates, become texts."""
+    """Returns a row as JSON. Values of types that JSON lacks, such as dates, become texts."""
     return json.dumps(row, default=lambda x: json.loads(x.text) if isinstance(x, JsonNumber) else str(x))
 
 

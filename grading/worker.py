@@ -422,7 +422,7 @@ class Grader(AbstractContextManager):
                 the same deadline. The result must depend only on the arguments, because the function may be
                 called twice for one turn.
     say         prints what `results` waits for
-    stop        `results` waits only while this list is empty
+    stop        `results` waits only while this list is empty; a signal that stops the run fills the list
 
     A function that waits, for example for a server, declares `seconds`, its deadline in wall time, and
     `parallel`, the number of calls at once. Both are attributes of the function or of its file.
@@ -526,7 +526,9 @@ class Grader(AbstractContextManager):
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
-        since the last call. Raises RuntimeError if the server died or stalled twice in this call."""
+        since the last call. If `stop` is not empty, or users' functions time out too often (`failure`), it
+        waits no longer: each request without an outcome gets the reason "timeout". Raises RuntimeError if the
+        server died or stalled twice in this call."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
