@@ -248,16 +248,18 @@ def _init_worker():
 
 # --- in the server
 # stdin brings a JSON line [chunk number, requests] for each chunk.
-# stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk.
+# stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk. Before them, a line with number 0
+# says what the server imported: the functions and their files, or an error message.
 
 
 def user_files(spec: str) -> dict[str, str]:
     """Returns name -> hash of the content, for the user's file in `spec`, "FILE.py:FUNCTION", and for the
-    files and packages beside it that were imported with it. The user's file has the function's name, so that
-    the result does not depend on its path. Files of torz beside it are left out."""
+    files and packages beside it that were imported with it. Files of torz beside it are left out. The user's
+    file is listed under the function's name, so that the result does not depend on the file's path."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # A folder `wandb` beside the file has the name of an installed package, whose files are elsewhere.
+    # `_modules` may have an installed package, such as wandb, if a folder beside the file has the same name.
+    # The package's files are elsewhere, so they are left out.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -526,9 +528,9 @@ class Grader(AbstractContextManager):
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
-        since the last call. If `stop` is not empty, or users' functions time out too often (`failure`), it
-        waits no longer: each request without an outcome gets the reason "timeout". Raises RuntimeError if the
-        server died or stalled twice in this call."""
+        since the last call. If `stop` is not empty or `failure` is set, it waits no longer: each request
+        without an outcome gets the reason "timeout". Raises RuntimeError if the server died or stalled twice
+        in this call."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
