@@ -12,6 +12,7 @@ Only the versions of vLLM in VERSIONS are accepted, because they were tested. vL
 part of its state when it sleeps at level 2."""
 
 import os
+import warnings
 
 import numpy as np
 import torch
@@ -38,12 +39,13 @@ class VLLMEngine(Engine):
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        with self.engine_errors("to start"):
+        with self.engine_errors("to start"), warnings.catch_warnings(action="ignore"):
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
-                load_format="dummy", enable_prefix_caching=True, disable_log_stats=True, **memory)
+                load_format="dummy", use_tqdm_on_load=False, enable_prefix_caching=True,
+                disable_log_stats=True, **memory)
         self._sleep()
 
     def load(self, weights):
