@@ -95,8 +95,6 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         for kind, samples, temperature, likely in (("greedy", greedy, 1.0, causes),
                                                    ("sampled", sampled, cfg.temperature, sampling)):
             logp = trainer_logp(samples, temperature).float().cpu().numpy()
-            if not samples:  # another rank of this engine has the samples
-                continue
             gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
             agree = bool(gaps.mean() <= limit)  # False also if the mean is NaN
             if scale == 1:
