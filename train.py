@@ -294,7 +294,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    grader = dist.together(make_grader, cfg, say)  # before the data: its functions may need the rows' fields
+    grader = dist.together(make_grader, cfg, say)  # before the data: a reward function may read the fields
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
     check_same("reads", read | noted, "the same files on every machine")

@@ -444,7 +444,7 @@ class Grader(AbstractContextManager):
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
-        self.known = None  # user's function -> the result of `_import_function`, or an error message
+        self.known = None  # user's function -> the result of `_import_function`; a failed import: its message
         self.files = {}  # user's function -> its `user_files` when it was imported
         self._late = 0  # number of timeouts of users' functions in a row
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled

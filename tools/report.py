@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         to = args.out or Path("compare.png")
         try:
             plot(args.runs, to)
-        except (OSError, ValueError) as e:  # --out can't be written, or is no type of picture
+        except (OSError, ValueError) as e:  # --out can't be written, or its suffix is no type of picture
             raise UserError(str(e)) from None
         show(f"{compare(args.runs)}\n\nplot  {to}")
 
