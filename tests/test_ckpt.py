@@ -528,7 +528,8 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         eval_data=(f"{tmp_path}/train.jsonl",)))
     assert equal(found, restore(1, base, two_ranks[0])[0])
     assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
-                     "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, ", capfd.readouterr().out)
+                     "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}; "
+                     "files of --model: [0-9a-f]{8} -> ", capfd.readouterr().out)
 
 
 def in_zones(zones, main, *args):
