@@ -174,6 +174,7 @@ class Config:
     # --- the batch
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
+    skip_solved: Share = 0.0  # skip a prompt once this share of answers is right, if others are left; 0: off
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts / --prompts_per_step; 0: off
@@ -486,7 +487,7 @@ PRESETS = {
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
-        max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100,
+        max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
     # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step has 448 responses, as in Open-R1:
     # 7 GPUs × 16 responses × 4 accumulation steps.
@@ -688,14 +689,13 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if the model or a data file does not exist. Names that may be on the Hub are not
+    """Raises UserError if --model or a data file does not exist. Names that may be on the Hub are not
     checked here, but when they are downloaded. In a run on several machines nothing is checked here: train.py
     checks the files after the ranks are connected, so that all machines report the same error."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    for path in filter(None, (cfg.model, cfg.critic_model, cfg.ref_model)):
-        if not HUB_ID.fullmatch(path):
-            model_folder(path)
+    if not HUB_ID.fullmatch(cfg.model):
+        model_folder(cfg.model)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if path.endswith(DATA_FILES) and ":" not in path:
             data_file(path)
@@ -723,16 +723,9 @@ def check_trackers(cfg: Config) -> None:
 
 def model_folder(path: str) -> Path:
     """Returns the path of a model's folder. Raises UserError if the folder does not exist."""
-    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}{neighbour(path)}",
+    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
     return Path(path)
-
-
-def neighbour(path: str) -> str:
-    """Returns ` (did you mean X?)` with the path most similar to `path` in the same folder, or "" if no path
-    is similar."""
-    parent = Path(path).parent
-    return nearest(path, [str(p) for p in parent.iterdir()]) if parent.is_dir() else ""
 
 
 def data_file(path: str) -> Path:
@@ -747,9 +740,9 @@ def _build(path):
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
-def meanings() -> dict[str, str]:
-    """Returns field of Config -> the comment beside the field, which is also the field's help text."""
-    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(Config), re.MULTILINE))
+def meanings(kind: type[Config] = Config) -> dict[str, str]:
+    """Returns field of the class -> the comment beside the field, which is also the field's help text."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
 # Flags that have no effect in some runs. `parse` refuses them there. Each entry has the flags, a function

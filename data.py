@@ -18,10 +18,8 @@ import itertools
 import json
 import math
 import os
-import signal
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,6 @@ TEMPLATES = {
 # Each use of random numbers in this file has its own number here, which is part of its seed. So the order of
 # an epoch, for example, is independent of the minibatches: np.random.default_rng([seed, ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -68,6 +65,7 @@ class Problem:
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
     row: int = 0
+    index: int = 0  # position in the list of all problems
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
@@ -220,13 +218,12 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             except UserError as e:
                 raise UserError(f"{path} row {number}: {e}") from None
             problem = Problem(row.text, ids, row.answer, row.kind, weight, row.dataset, path, number,
-                              row.fields)
+                              len(problems), row.fields)
             (problems if len(ids) <= limit else too_long).append(problem)
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
-    shortest = min([len(p.ids) for p in too_long], default=0)
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
-            f"{getattr(cfg, flag)} tokens, or leaves no room for a response: with --template {cfg.template} "
-            f"the shortest has {shortest}", f"a larger --{flag}, or another --template")
+            f"{getattr(cfg, flag)} tokens, or leaves no room for a response",
+            f"a larger --{flag}, or another --template than {cfg.template}")
     dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
     dropped += f"; dropped {len(too_long)} prompts over {limit} tokens" if too_long else ""
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
@@ -245,8 +242,6 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # raised if this is not the main thread, which alone can set a handler
-        signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
         text = (_fill_form(form, turns, template) if form
@@ -286,26 +281,18 @@ def _fill_form(form, turns, template):
     return form.replace("{problem}", turns[-1][1])
 
 
-def _stop_template(*_):
-    """Handles SIGPROF: ends a chat template whose loops take too long, perhaps for ever."""
-    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
-
-
 def _fill_chat_template(tokenizer, turns, system_prompt):
     """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
     fails, or if it leaves out a turn of the system or of the user."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a chat template may raise any exception
         why = shorten(f"{type(e).__name__}: {e}", 80)
         raise UserError(f"the chat template refuses the row's turns ({why}); needed: other roles, or "
                         "another --template") from None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
         # Assistant turns are not checked, because a template may remove the thoughts from them.
@@ -372,24 +359,24 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 # --- the prompts of a step
 
-
-def batch_at(problems: Sequence[Problem], step: int, cfg: Config) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step. They depend only on (seed, step). Each epoch
-    has a new random order."""
-    return list(problems_at(problems, numbers_at(step, cfg), cfg).values())
+Solved = dict[int, int]  # with --skip_solved: Problem.index -> the first step that does not draw the problem
+NONE: Solved = {}
 
 
-def problems_at(problems: Sequence[Problem], numbers: Collection[int], cfg: Config) -> dict[int, Problem]:
-    """Returns prompt number -> problem. The prompts of a run are numbered from 0, in the order in which the
-    run samples them."""
-    groups, n = _groups(problems), epoch_len(problems)
+def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
+    """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and on
+    `solved`. Each epoch has a new random order. Random other problems replace the solved ones."""
+    numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
-    return {i: problems[shuffled[i // n][i % n]] for i in numbers}
+    others = replacement_batch(problems, step, 0, cfg, solved)
+    return [others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
+            for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)]
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts whose sampling begins in this step. With --carry, more prompts are
-    sampled at once than a step needs. Therefore the first step also begins the extra prompts."""
+    """Returns the numbers of the prompts whose sampling begins in this step. The prompts of a run are
+    numbered from 0. With --carry, more prompts are sampled at once than a step needs. Therefore the first
+    step also begins the extra prompts."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -399,11 +386,15 @@ def step_of(number: int, cfg: Config) -> int:
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
-def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config) -> list[Problem]:
-    """Returns a random problem of the epoch for each prompt of the step. train.resample replaces prompts by
-    these problems, in several rounds. They depend only on (seed, step, round)."""
+def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
+                      solved: Solved = NONE) -> list[Problem]:
+    """Returns a random problem of the epoch for each prompt of the step. They replace solved problems (round
+    0) and the prompts that train.resample replaces (later rounds). They depend only on (seed, step, round)
+    and on `solved`. None is solved, unless fewer unsolved problems are left than a step needs."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
+    left = [i for i in drawn if solved.get(i, math.inf) > step]
+    drawn = left if len(left) >= count else drawn
     return [problems[drawn[i]] for i in rng.choice(len(drawn), count, replace=len(drawn) < count)]
 
 

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, neighbour, require, short_hash
+from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, require, short_hash
 from data import Pack
 from dist import Device, Weights
 
@@ -516,7 +516,7 @@ def _download(name):
         snapshot_download(name, **MODEL_FILES)
     except (OSError, ValueError) as e:
         reason = str(e).strip().partition("\n")[0][:150] or type(e).__name__
-        raise UserError(f"no folder {name}{neighbour(name)}, and the model can't be downloaded from the Hub "
+        raise UserError(f"no folder {name}, and the model can't be downloaded from the Hub "
                         f"({reason}); needed: hf download {name} --local-dir DIR where there is a network, "
                         "and then --model DIR") from None
 

@@ -39,7 +39,6 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-OnResponse = Callable[[], bool]  # returns True to abort sampling
 # Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
 # a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
@@ -218,17 +217,20 @@ class Trajectories:
                 self.add(arrived)
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
-                     on_response: OnResponse) -> bool:
+                     progress: Callable) -> bool:
         """Sample one round with the weights of step `version`: continue each unfinished trajectory up to the
-        end of its turn, by at most `round_len` tokens. Calls on_response() each time a turn ends. If
-        on_response() returns True, the round is aborted, and sample_round returns False."""
+        end of its turn, by at most `round_len` tokens. Calls progress() each time a turn ends. Returns False
+        if a signal has requested a stop: then the round is aborted. With --tp, no round is aborted, because
+        several ranks form one engine, and if only this rank aborted, the others would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
         round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
         for s in self.engine.generate(requests, limits, temperature, round_key, version, self.top_p):
-            if self._take(before[s.key], s) and on_response():
-                return False
+            if self._take(before[s.key], s):
+                progress()
+                if dist.stop_signal and self.cfg.tp == 1:
+                    return False
         self._read_environment()
         self.rounds += 1
         return True
@@ -328,7 +330,7 @@ class Trajectories:
 
 
 def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int, on_response: OnResponse = lambda: False,
+            max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
             carried: Sequence[Sample] | None = None,
             top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
     """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
@@ -342,7 +344,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     max_tokens: largest number of tokens of a response.
     key: seeds the randomness.
     version: step of the engine's weights.
-    on_response: called when a turn ends. If it returns True, sampling is aborted, and both results are empty.
+    progress: called when a turn ends. If a signal has requested a stop, both results are empty.
     carried: result 2 of the previous step; () without --carry; None in evaluation, which ignores --round_len
         and --carry.
     top_p: see Engine.generate. Training always samples with top_p 1."""
@@ -360,7 +362,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     # are moved to `home`, the same rank in both cases, so that both runs give the same results.
     if carries:
         trajectories.move(home)
-    chosen = sample_until_enough(trajectories, temperature, key, version, on_response, carries)
+    chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
     if any(dist.gather(chosen is None)):
         return [], []
     graded = trajectories.grades()
@@ -372,7 +374,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
-                        on_response: OnResponse, carries: bool) -> set[Key] | None:
+                        progress: Callable, carries: bool) -> set[Key] | None:
     """Sample round after round until there are enough samples. Returns the keys of the samples to use, or
     None if sampling was aborted. Keys of samples on other ranks may be among them.
 
@@ -385,7 +387,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     2. No prompt that began --max_staleness steps ago or earlier has an unfinished trajectory."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
-        aborted = not trajectories.sample_round(temperature, key, version, on_response)
+        aborted = not trajectories.sample_round(temperature, key, version, progress)
         if dist.stop_requested() if shares else aborted:
             return None
         state = sorted(trajectories.open), [*trajectories.graded, *trajectories.complete]
@@ -535,7 +537,7 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
-               on_response: OnResponse = lambda: False) -> tuple[Scores, list[dict]]:
+               progress: Callable = lambda: None) -> tuple[Scores, list[dict]]:
     """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
     for each response (`sample_row`). step: step of the engine's weights.
 
@@ -545,7 +547,7 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
         samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
                              cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, i), step,
-                             on_response, top_p=cfg.eval_top_p)
+                             progress, top_p=cfg.eval_top_p)
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
         rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)

@@ -66,7 +66,6 @@ if __name__ == "__main__":  # before the slow `import torch`: --help and wrong f
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import ckpt
 import dist
@@ -76,6 +75,7 @@ from data import (
     Pack,
     Problem,
     Sample,
+    Solved,
     assign,
     batch_at,
     epoch_len,
@@ -83,8 +83,8 @@ from data import (
     load_problems,
     numbers_at,
     pack,
-    problems_at,
     replacement_batch,
+    step_of,
 )
 from engine import Engine
 from grading.worker import Grader
@@ -156,6 +156,7 @@ class Run:
     ref: Role | None
     start: int  # the first step to run
     carried: list[Sample]  # with --carry: this rank's responses, finished or not, for the next step
+    solved: Solved  # with --skip_solved: the same on all ranks
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
@@ -256,7 +257,7 @@ def stop(run: Run, step: int) -> bool:
 
 def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic as Hugging Face folders in export/."""
-    run.saver.save(run.cfg.steps, run.carried, wait=True)
+    stop(run, run.cfg.steps)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, run.saver.facts)
@@ -307,7 +308,10 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read}
+    # A later step may add problems to `solved` before a checkpoint is written. Leave them out.
+    solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
+    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
+             "solved": solved}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     if origin:
@@ -321,7 +325,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far, which takes 0.2 s
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
-               carried, saver, log, lock)
+               carried, solved, saver, log, lock)
 
 
 def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
@@ -394,15 +398,15 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
     The metrics of the samples (log.measure_samples) are measured before the first round of --resample_rounds,
     so they include the prompts that this round replaces."""
-    cfg, arrivals = run.cfg, [time.perf_counter()]
+    cfg = run.cfg
     if cfg.carry:
-        batch, samples, carried = draw_and_carry(run, step, meter, arrivals)
+        batch, samples, carried = draw_and_carry(run, step, meter)
     else:
-        batch = batch_at(run.problems, step, cfg)
-        samples, carried = draw(run, dict(enumerate(batch)), (step,), arrivals)
+        batch = batch_at(run.problems, step, cfg, run.solved)
+        samples, carried = draw(run, dict(enumerate(batch)), (step,))
     measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
-    start, late, end = arrivals[0], arrivals[int(0.9 * len(arrivals))], arrivals[-1]
-    meter.add("rollout_tail", end - late, end - start)
+    if cfg.skip_solved:
+        meter.add("solved", len(run.solved), len(run.problems))
     if step == 0:
         save_samples(run, step, batch, samples)  # now, because first_look may end the run
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
@@ -411,18 +415,20 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     return batch, samples, carried
 
 
-def draw_and_carry(run: Run, step: int, meter: Meter,
-                   arrivals: list[float]) -> tuple[list[Problem], list[Sample], list[Sample]]:
+def draw_and_carry(run: Run, step: int,
+                   meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """The sampling of `sample_step` with --carry: samples new prompts, and continues the trajectories
     (responses so far) that the previous step left. Returns the results of `sample_step`.
 
     More prompts are sampled than the step needs, and the batch is chosen from those that finish. So up to
     the end of `draw`, prompt_id is the prompt's number in the run (data.numbers_at). Then it is an index into
     the batch."""
-    cfg = run.cfg
-    carried = set(dist.gather_all(s.prompt_id for s in run.carried))
-    problems = problems_at(run.problems, sorted(carried.union(numbers_at(step, cfg))), cfg)
-    samples, left = draw(run, problems, (step,), arrivals, run.carried)
+    cfg, problems = run.cfg, {}
+    begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
+    for begin in sorted(begun | {step}):
+        batch = batch_at(run.problems, begin, cfg, run.solved)
+        problems |= zip(numbers_at(begin, cfg), batch, strict=True)
+    samples, left = draw(run, problems, (step,), run.carried)
     meter.add("carried", sum(not s.reason for s in left))
     ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
     meter.add("staleness/mean", ages.sum(), len(ages))
@@ -434,31 +440,27 @@ def draw_and_carry(run: Run, step: int, meter: Meter,
 
 
 @dist.phase("rollout")
-def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], arrivals: list[float],
+def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
     """Call `rollout` with the settings of training, and add the reward parts (extra rewards, such as
     "format"). Returns this rank's graded samples and, with --carry, this rank's trajectories that are left
     for the next step.
 
     problems: prompt_id -> problem.
-    key: seeds the randomness: (step,), or (step, round) in a round of resampling.
-    arrivals: `draw` appends the time at which each response ends (time.perf_counter(), seconds)."""
+    key: seeds the randomness: (step,), or (step, round) in a round of resampling."""
     cfg = run.cfg
-    with run.log.bar("Rollout", len(problems) * cfg.samples_per_prompt // run.engine.ranks) as bar:
+    prompts = min(len(problems), cfg.prompts_per_step)  # with --carry, others wait for a later step
+    with run.log.bar("Rollout", prompts * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
                                 cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
-                                partial(on_response, cfg, bar, arrivals), carried)
+                                bar.update, carried)
     dist.together(run.grader.check)
+    if cfg.skip_solved:
+        for i in dist.gather_all(
+                problems[g[0].prompt_id].index for g in group_by_prompt(samples)
+                if sum(s.right for s in g) / cfg.samples_per_prompt >= cfg.skip_solved):
+            run.solved.setdefault(i, key[0] + 1)
     return shape_rewards(samples, cfg), left
-
-
-def on_response(cfg: Config, bar: tqdm, arrivals: list[float]) -> bool:
-    """Called when a response ends. Returns True to abort sampling, if a signal has requested a stop. With
-    --tp, sampling is never aborted, because several ranks form one engine, and if only this rank aborted,
-    the others would wait for it for ever."""
-    bar.update()
-    arrivals.append(time.perf_counter())
-    return bool(dist.stop_signal) and cfg.tp == 1
 
 
 def resample(run: Run, step: int, batch: list[Problem],
@@ -472,10 +474,10 @@ def resample(run: Run, step: int, batch: list[Problem],
     for round in range(1, cfg.resample_rounds + 1):
         if not uniform:
             break
-        replacements = replacement_batch(run.problems, step, round, cfg)
+        replacements = replacement_batch(run.problems, step, round, cfg, run.solved)
         for prompt_id in uniform:
             batch[prompt_id] = replacements[prompt_id]
-        drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round), [])
+        drawn, _ = draw(run, {i: batch[i] for i in uniform}, (step, round))
         if dist.stop_requested():  # `draw` was aborted on some rank
             return batch, samples
         drawn += [s for s in samples if s.prompt_id not in uniform]
@@ -502,8 +504,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
     with run.log.bar("Eval", 0) as bar:
-        scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step,
-                                  partial(on_response, cfg, bar, []))
+        scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step, bar.update)
     if cfg.save_samples != "none":
         run.log.save_samples("eval", step, rows)
     return {f"eval/{name}/{metric}": mean(values)

@@ -88,7 +88,8 @@ def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator
 
 def as_json(row: Any) -> str:
     """Returns a row as JSON. Values of types that JSON lacks, such as dates, become texts."""
-    return json.dumps(row, default=lambda x: json.loads(x.text) if isinstance(x, JsonNumber) else str(x))
+    text = json.dumps(row, default=lambda x: f"\0{x}\0" if isinstance(x, JsonNumber) else str(x))
+    return re.sub(r'"\\u0000([^"]*)\\u0000"', r"\1", text)  # numbers as in the file: 1.10, not 1.1
 
 
 def local_file(path: str) -> str:

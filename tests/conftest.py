@@ -138,6 +138,9 @@ def digits(response, answer, kind):
     """Share of digits. Random responses get different rewards, so a random model has something to learn."""
     return sum(c.isdigit() for c in response) / max(len(response), 1)
 
+def odd(response, answer, kind):
+    return 1.0 if int(answer) % 2 else digits(response, answer, kind)
+
 def broken(response, answer, kind):
     return response.no_such_attribute
 
@@ -178,7 +181,7 @@ def run(cfg, out, ranks=1):
 
 def maths(rows):
     """Returns rows of metrics without times, speeds and memory, which differ even between equal runs."""
-    clock = ("time", "tokens_per_s", "tflops", "mem", "rollout_tail")
+    clock = ("time", "tokens_per_s", "tflops", "mem")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 

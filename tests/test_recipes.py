@@ -79,11 +79,12 @@ TABLE = {
                            policy_updates=4),  # 2507.18071 eq. 5 to 7, section 5.1 (clips, updates)
     "cispo-7b": GRPO | dict(  # 2506.13585 eq. 4, section 3.1 (updates, no lower clip), section 3.2 (AdamW)
         ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0, adam_eps=1e-15, betas=(0.9, 0.95)),
-    # 2510.13786 section 2 (lengths), section 3.1 (k = 8 updates of 48 prompts), section 4 (loss), A.3 (AdamW)
+    # 2510.13786 section 2 (lengths), section 3.1 (k = 8 updates of 48 prompts), section 3.2 (prompts with a
+    # pass rate of 0.9 are removed), section 4 (loss), A.3 (AdamW)
     "scale-rl-7b": GRPO | dict(
         advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=8 * 48, samples_per_prompt=16, policy_updates=8,
-        max_response_len=12288 + 2048, model_len=16384, policy_lr=5e-7, warmup_updates=100,
+        max_response_len=12288 + 2048, model_len=16384, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
     "open-r1-1.5b-grpo": GRPO | dict(  # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml
         template="chat", reward=("math", "format", "tags"), extractor=("answer_tag",), stop=(), epochs=1,
@@ -506,6 +507,9 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     ("--reward math tags", "--reward math tags has a weight, a part or a second grader"),
     ("--reward math=2", "--reward math=2 has a weight"), ("--reward d@r.py:f tags", "d@r.py:f tags has"),
     ("--reward math r.py:f", "--reward math r.py:f has"),
+    *((f"--write_rows {words}", f"--write_rows {words}; needed: a condition such as") for words in (
+        "rate<2 x.jsonl", "rat<0.1 x.jsonl", "rate x.jsonl", "rate<nan x.jsonl", "rate<0.1 x.json",
+        "rate<0.1 no/x.jsonl", "rate=0 x.jsonl")),
     ("--temprature 1", "no flag --temprature")])
 def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)) as e:
@@ -622,13 +626,24 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
             gap = found["differences"]["sums"]["metrics"]["avg@4"]
             assert gap == pytest.approx({"value": mean, "stderr": error})
             words += f" {mean:+.4f} ± {error:.4f}"
-        assert lines[i - 5].split() == words.split()
-    assert lines[-6:-2] == Path("runs/eval/runs--c--policy/sums/comparison.txt").read_text().splitlines()
+        assert lines[i - 3].split() == words.split()
     assert len({values.mean() for values in rewards}) == 3
     for out in [], ["--out", str(together)]:
         assert run_ranks(2, outcome, [model, *argv, *out]) == [
             f"{together} is not empty; needed: an --out that is new or empty"] * 2
     assert json.loads((together / "scores.json").read_text()) == found
+
+
+def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line.replace("}", ', "n": 1.10}') for line in Path(base.data[0]).read_text().splitlines()]
+    Path("a.jsonl").write_text("\n".join(lines[:25]))
+    Path("b.json").write_text(f"[{','.join(lines[25:])}]")
+    argv = [tiny, "a.jsonl", "b.json", *EVAL, "--reward", *base.reward, "--write_rows"]
+    run_ranks(2, main, [*argv, "0<rate<.1", "hard.jsonl", "--out", "out"])
+    rewards = [row["reward"] for row in read_jsonl(Path("out/samples.jsonl"))]
+    hard = [i for i, rate in enumerate(np.array(rewards).reshape(40, 4).mean(1)) if 0 < rate < 0.1]
+    assert Path("hard.jsonl").read_text().splitlines() == [lines[i] for i in hard] and 0 < len(hard) < 40
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):

@@ -1,5 +1,6 @@
 """Tests of rows of data: formats, files, chat templates, gold answers, order and weights."""
 
+import itertools
 import json
 import random
 import re
@@ -317,15 +318,12 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ messages | length + 'x' }}": r"refuses the row's turns \(TypeError: ",
     TURNS + "{{ messages[0].name.first }}": r"refuses the row's turns \(UndefinedError: ",
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses the row's turns \(ZeroDivisionError: ",
-    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
-        r"refuses the row's turns \(TimeoutError: no end after 1 CPU",
     TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: ",
 }
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
@@ -477,6 +475,20 @@ def test_order_and_batches_are_those_of_earlier_versions():
         2, 3, 5, 10, 1, 0, 4, 1, 0, 8, 2, 12, 6, 1, 12, 3, 9, 0, 7, 2, 6, 2, 0, 1, 5]
 
 
+def test_a_solved_problem_is_not_drawn_again():
+    """Random unsolved problems replace the solved ones, if as many are left as a step needs."""
+    problems = [data.Problem("", (i,), "1", index=i) for i in range(30)]
+    cfg, few = replace(CFG, prompts_per_step=5), dict.fromkeys(range(26), 1)
+    for step, count in itertools.product(range(9), range(31)):
+        solved = {i: step + (i % 3 == 0) for i in range(count)}
+        known = {i for i, begin in solved.items() if begin <= step}
+        others = data.replacement_batch(problems, step, 0, cfg, solved)
+        assert data.batch_at(problems, step, cfg, solved) == [b if a.index in known else a for a, b in zip(
+            data.batch_at(problems, step, cfg), others, strict=True)]
+        assert len({p.index for p in others}) == 5 and not known & {p.index for p in others}
+    assert len({p.index for step in range(1, 60) for p in data.batch_at(problems, step, cfg, few)}) == 30
+
+
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
     """Equal rows with different data sets or kinds of answers are different problems."""
     path, prints = tmp_path / "d.jsonl", set()
@@ -569,8 +581,7 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
     for short in (dict(max_model_len=12), dict(max_prompt_len=11)):
         flag, value = next(iter(short.items()))
-        with pytest.raises(UserError, match=f"longer than --{flag} {value} tokens, or leaves no room for a "
-                                            "response: with --template plain the shortest has 19"):
+        with pytest.raises(UserError, match=f"longer than --{flag} {value} tokens, or leaves no room"):
             load(path, tokenizer, replace(cfg, **short))
 
 

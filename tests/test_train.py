@@ -1,6 +1,8 @@
 """Tests of whole runs."""
 
 import dataclasses
+import itertools
+import shutil
 
 import pytest
 import torch
@@ -9,15 +11,9 @@ from ranks import main
 from safetensors.torch import load_file
 from taught import taught
 
-from configs import PRESETS
+import ckpt
+from configs import PRESETS, read_jsonl
 from tools import tiny
-
-
-def test_two_equal_runs_have_equal_bits(base, two_ranks, tmp_path):
-    _, rows, policy = two_ranks
-    again, policy_again = run(base, tmp_path / "b", ranks=2)
-    assert maths(again) == maths(rows) and rows[-1]["step"] == 4
-    assert all(torch.equal(policy[k], policy_again[k]) for k in policy)
 
 
 def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
@@ -33,11 +29,13 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
     assert others[0]["grad_norm/policy"] == pytest.approx(rows[0]["grad_norm/policy"], rel=1e-4)
 
 
-def test_a_teacher_of_weight_0_changes_nothing(base, two_ranks, untied, tmp_path):
-    """With --kl_coef 0, a --ref_model adds its metrics and changes no bit of the run."""
-    rows, policy = run(dataclasses.replace(base, ref_model=untied, ref_refresh=True), tmp_path / "t", ranks=2)
-    assert all(row.pop("kl") > 0 for row in rows[:-1])
-    assert maths(rows) == maths(two_ranks[1])
+@pytest.mark.parametrize("metric", ["kl", "solved"])
+def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
+    """Two equal runs have equal bits, also if one has a --ref_model or --skip_solved that changes nothing."""
+    changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
+    rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
+    assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])
+    assert maths(rows) == maths(two_ranks[1]) and rows[-1]["step"] == 4
     assert all(torch.equal(policy[k], two_ranks[2][k]) for k in policy)
 
 
@@ -57,6 +55,36 @@ def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
     assert all(row["score"] == 0 < row["reward"] for row in rows if "score" in row)
     first, last = (row["eval/heldout/avg@64"] for row in rows if "eval/heldout/avg@64" in row)
     assert first < 0.6 and last > 0.9
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(algo="grpo", critic_updates=1, resample_rounds=2),
+    dict(algo="grpo", critic_updates=1, round_len=5, carry=0.5)], ids=["ppo", "resampling", "carrying"])
+def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, changes):
+    """Stopped responses to a problem with an odd answer are right. There are 40 problems, 8 a step."""
+    cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),),
+                              skip_solved=0.75, steps=10, save_samples="all")
+
+    def drawn(out):  # for each step: prompt_id, problem -> number of right responses
+        rows = [read_jsonl(out / f"samples/step_{step:06d}.jsonl") for step in range(10)]
+        return [{key: sum(s["reward"] >= 1 for s in group) for key, group in itertools.groupby(
+            step, lambda s: (s["prompt_id"], s["problem"]))} for step in rows]
+
+    rows, policy = run(cfg, tmp_path / "a", ranks=2)
+    prompts, solved, again = drawn(tmp_path / "a"), set(), 0
+    for row, step in zip(rows, prompts, strict=False):
+        again += sum(problem in solved for _, problem in step)
+        solved |= {problem for (_, problem), right in step.items() if right >= 3}
+        assert row["solved"] == len(solved) / 40 or cfg.resample_rounds
+    assert rows[9]["solved"] > 0.25 and (again == 0 or cfg.carry and again < 5)
+    for count in (2, 1):
+        out = shutil.copytree(tmp_path / "a", tmp_path / str(count), ignore=shutil.ignore_patterns(
+            "export", "step_000006", "step_000008", "step_000010", "best"))
+        assert not cfg.carry or ckpt.read_carried(ckpt.step_folder(out, 4))
+        others, other = run(cfg, out, ranks=count)
+        assert drawn(out) == prompts
+        assert count == 1 or maths(others) == maths(rows)
+        assert count == 1 or all(torch.equal(policy[k], other[k]) for k in policy)
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):

@@ -2,7 +2,6 @@
 trajectories)."""
 
 import dataclasses
-import shutil
 import string
 from collections import Counter
 
@@ -58,8 +57,9 @@ def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
     cfg, carried, steps, left = engine.cfg, [], [], []
     with rollout.make_grader(cfg) as grader:
         for step, folder in enumerate(folders):
-            known = set().union(*dist.gather({s.prompt_id for s in carried}))
-            flight = data.problems_at(problems, sorted(known.union(data.numbers_at(step, cfg))), cfg)
+            flight = {}
+            for begin in range(0 if cfg.carry else step, step + 1):
+                flight |= zip(data.numbers_at(begin, cfg), data.batch_at(problems, begin, cfg), strict=True)
             with engine.awake(model.files_weights(folder, torch.device("cpu"), torch.float32), version=step):
                 samples, carried = rollout.rollout(
                     engine, grader, flight, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
@@ -129,7 +129,7 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
     engine.generate = lambda requests, *args: (rounds.append(list(requests)), generate(requests, *args))[1]
-    flight = data.problems_at(problems, data.numbers_at(0, engine.cfg), engine.cfg)
+    flight = dict(enumerate(data.batch_at(problems, 0, engine.cfg)))
     weights = model.files_weights(folder, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
         rollout.rollout(engine, grader, flight, 3, 1.0, 30, (0,), 0, carried=[])
@@ -299,16 +299,6 @@ def test_a_carrying_run_is_the_same_on_one_rank(carrying, whole, tmp_path):
         a, b = ({k: v for k, v in row.items() if k != "unique_share"} for row in (a, b))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
     assert all(torch.allclose(weights[name], other[name], rtol=BFLOAT16) for name in weights)
-
-
-def test_a_carrying_run_of_two_ranks_goes_on_on_one(carrying, whole, tmp_path):
-    """A checkpoint has the unfinished trajectories, so the resumed run has the same rewards."""
-    out, rows, _ = whole
-    later = shutil.ignore_patterns("export", "step_000004", "last", "best")
-    shutil.copytree(out, tmp_path / "b", ignore=later)
-    assert ckpt.read_carried(ckpt.step_folder(tmp_path / "b", 2))
-    other_rows, _ = run(carrying, tmp_path / "b", ranks=1)
-    assert [row.get("reward") for row in other_rows] == pytest.approx([row.get("reward") for row in rows])
 
 
 def test_a_carrying_run_that_is_stopped_while_it_samples_ends_the_same(carrying, whole, tmp_path):

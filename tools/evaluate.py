@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import textwrap
@@ -144,11 +145,21 @@ def _decimals(value):
 
 # --- the command line
 
+
+@dataclass(frozen=True)
+class EvalConfig(Config):
+    """The flags of train.py, of which an evaluation uses EVAL_FLAGS, and one more."""
+
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write the data rows with this avg@n
+
+
 EVAL_FLAGS = tuple("""
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
+    write_rows
 """.split())  # the flags that an evaluation uses
+CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # of --write_rows
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
 Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
@@ -194,11 +205,17 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "each model once")
     # The preset orz-7b limits prompt plus response to 8192 tokens. --max_model_len 0 removes this limit.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
-    cfg, given = parse([*preset, *flags], "tools.evaluate"), given_flags(flags)
+    cfg, given = parse([*preset, *flags], "tools.evaluate", EvalConfig), given_flags(flags)
     for name in given:
         require(name in EVAL_FLAGS, f"--{name} has no effect in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
     check_reward(cfg)
+    if cfg.write_rows:
+        condition, file = cfg.write_rows[0], Path(cfg.write_rows[1])
+        require(bool(re.fullmatch(CONDITION, condition)) and file.suffix == ".jsonl"
+                and file.parent.is_dir() and not file.exists(), f"--write_rows {condition} {file}",
+                "a condition such as 'rate<0.1' or '0<rate<=0.9', "
+                "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
     # The trained system prompt and stop strings belong to the trained template. --template drops them.
@@ -227,8 +244,8 @@ def as_trained(models: Sequence[str]) -> dict[str, Any]:
 def print_help() -> None:
     """Print ABOUT, then each flag of an evaluation with its meaning and default."""
     print(ABOUT)
-    default = parse(["orz-7b", "--max_model_len", "0"])
-    for name, meaning in meanings().items():
+    default = parse(["orz-7b", "--max_model_len", "0"], kind=EvalConfig)
+    for name, meaning in (meanings() | meanings(EvalConfig)).items():
         if name in EVAL_FLAGS and name != "out":
             print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
                                 initial_indent="  ", subsequent_indent="      "))
@@ -292,7 +309,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     tokenizer = load_tokenizer(path)
     cfg = with_date(cfg, tokenizer, "", say)
-    sets = load_sets(cfg, tokenizer, say, keep_fields)
+    sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
@@ -308,6 +325,16 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 
 
 # --- the evaluation
+
+
+def write_rows(c: Candidate, scores: Scores) -> None:
+    """Write the rows that --write_rows selects, as they are in the data files."""
+    condition, file = c.cfg.write_rows
+    rows = [p.fields + "\n" for name, problems in c.sets.items()
+            for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
+            if eval(condition, {"rate": rate})]
+    Path(file).write_text("".join(rows))
+    show(f"{len(rows)} rows in {file}")
 
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
@@ -351,12 +378,11 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
             (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
             with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            if c is first and c.cfg.write_rows:
+                write_rows(c, scores)
         say("\n".join(["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]))
     if len(results) > 1:
-        table, file = comparison_table(results), folders[-1] / "comparison.txt"
-        if world.main:
-            file.write_text("\n".join([*table, ""]))
-        say("\n".join(["", *table, "", f"in {file}"]))
+        say("\n".join(["", *comparison_table(results)]))
 
 
 def main(argv: Sequence[str]) -> None:

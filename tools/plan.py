@@ -669,7 +669,8 @@ def plan_of(case: Case) -> Plan:
         "run": {
             "ranks": case.world, "ranks of a shard group": case.shards,
             "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
-            "prompts": case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
+            "prompts, at most" if cfg.skip_solved else "prompts":
+                case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
         "batches": {
             "prompts a step": cfg.prompts_per_step, "samples a prompt": cfg.samples_per_prompt,
             "samples a step": samples, "samples a rank": samples / case.world,
