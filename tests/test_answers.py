@@ -116,7 +116,6 @@ a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
 \frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.333333333
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
-2i ~ (1+i)^2
 81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
 28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2
 \frac{1000001}{7} ~ 142857.285714 ~ 142857.3
@@ -324,6 +323,34 @@ The smallest such number is $12$. ~ 12 ~~ 21
 x=3\text{ is the only solution} ~ 3 ~~ -3
 n=3k+1(k\in\mathbb{N}) ~ 3k+1 ~~ 3k-1
 $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
+1665\pi ~ 1665.0\pi ~ \pi\cdot1665 ~~ 37*45\pi ~ (37)(45)\pi ~ \frac{3330}{2}\pi ~ (1600+65)\pi ~ |37\cdot45|\pi
+5\pi ~ \frac{15\pi}{3.0} ~~ 2\pi+3\pi ~ |3+4i|\pi ~ \sqrt{9+16}\pi ~ \frac{10\pi}{2} ~ 5^1\pi
+2i ~ i\cdot2 ~~ (1+i)^2 ~ \frac{2}{-i} ~ (1+i)(1+i)
+5-3i ~ -3i+5 ~~ (3+4i)+(2-7i) ~ \frac{34}{5+3i}
+2x ~ x\cdot2 ~~ \gcd(6,4)x ~ \frac{\partial}{\partial x}x^2 ~ \frac{6x}{3} ~ \log_39x
+120x ~ x\cdot120 ~ 1.2\cdot10^2x ~~ 5!x ~ \binom{16}{2}x ~ 37\cdot45x-1545x ~ \max(120,5)x
+x+1 ~ 1+x ~~ \sin^2x+\cos^2x+x ~ x+3-2
+y=1665x ~ 1665x ~~ y=37*45x
+6\sqrt2 ~ \sqrt{72} ~~ |6|\sqrt2 ~ \sqrt{36\cdot2} ~ \sqrt{6^2+6^2}
+2^{99} ~ 2\cdot2^{98} ~~ 2^{100}-2^{99}
+2^{2024} ~ 4^{1012} ~~ 2^{2024}+0.5 ~ 1.0000000001\cdot2^{2024}
+x=5 ~ 5=x ~~ x-5=0 ~ 2x+3=13
+1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665 ~ wrong: 1665
+5 ~ 5 kg ~ 5 ways to win ~ equal to 5 ~ 5\text{ N} ~~ 5 halved ~ 5 twentieths ~ 5 \text{ G} ~ 5 quintillion
+5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 orders of magnitude ~ 5 googol ~ close to 5 ~ 5 K
+1 ~ 1 pizza ~ 1\text{ way} ~~ 1 halved
+5\text{ m} ~ 5 metres ~~ 5 M
+(1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
+\frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \frac\sqrt32 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
+1,2,3 ~ (a,b,c)=(1,2,3) ~~ (a,b,c)=(1,2,4) ~ (1,2,3)
+\arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
+\frac13 ~ 0.(3) ~ 0.3(3) ~~ 0.(4) ~ 0.3(4)
+x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
+(0,1) ~ ]0,1[ ~~ [0,1] ~ ]0,1]
+[0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
+2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
+-5 ~ ‐5 ~ －𝟓 ~ \boldsymbol{-５} ~~ 𝟓
+x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~ 2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 """.replace("\\u200b", "\u200b").strip().splitlines()]
 
 
