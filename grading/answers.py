@@ -18,36 +18,39 @@ Equality is decided in three steps:
 
 What counts as equal:
 
-- Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But if
-  the gold answer is a plain number, an unfinished calculation (`3+4`, `84/2`, `2^{10}`) is wrong. Otherwise a
-  policy could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
+- Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But an
+  unfinished calculation with numbers (`3+4`, `84/2`, `2^{10}`, `37\cdot45x`) is wrong. Otherwise a policy
+  could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
 - No text is read in part: `3@\frac{1}{2}`, which math-verify can't read as a whole, is not taken for
   `\frac{1}{2}`. As an answer it is wrong. As a gold answer it can raise ValueError.
 - Two numbers must be equal, but a decimal may be a rounding of the other number. Then they may differ by at
   most one part in a million, and by less than one unit of the decimal's last place: `0.3333333` equals
-  `1/3`, `0.33` does not. Two decimals with the same number of decimal places must be equal.
+  `1/3`, `0.33` does not. An integer has no rounding. Two decimals with the same number of decimal places
+  must be equal.
 - A percent is a hundredth: `5\%` equals 0.05, not 5. A number in another base is not converted: `101_2`
   equals neither 101 nor 5.
 - If both texts have a unit, the units must be the same; units are not converted. If only one text has a
   unit, only the numbers are compared: `10 cm` and the angle `10^\circ` equal 10. But the answer `10^\circ C`
-  does not equal 10, because it is a temperature. `(B) 15` equals `15`.
+  does not equal 10, because it is a temperature. A unit that the gold answer lacks must be the name of a
+  unit or a plural noun: `28 pizzas` equals 28, `28 halved` does not. `(B) 15` equals `15`.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
   An inequality in one variable is an interval, and `(1,2)` may be one, too: `1<x<2` equals `(1,2)`.
   `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
 - A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
-- `x=5` equals `5` and does not equal `y=5`. The answer `m+n=5` equals the gold answer `5`, because a problem
-  may ask for m+n. The roots `x_1=2, x_2=3` equal `2, 3`, and `x=2, y=3` equals `(2,3)`.
+- `x=5` equals `5`, and does not equal `y=5` or the equation `x-5=0`. The answer `m+n=5` equals the gold
+  answer `5`, because a problem may ask for m+n. The roots `x_1=2, x_2=3` equal `2, 3` and `(2,3)`. `x=2, y=3`
+  equals `(2,3)`.
 - `3+4=7` equals 7, but `6=7` and `x=6=7` do not. `\frac56\approx0.83` equals `\frac56`, because the rounding
   differs by less than one percent.
 """
 
 import re
 import unicodedata
-from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from configs import require
 
@@ -55,22 +58,30 @@ KINDS = ("math", "choice", "exact")
 
 # --- extraction. No pattern backtracks, so the time is linear in the length of any text.
 
-# Other spellings of ASCII characters, and characters that are removed.
-PLAIN = str.maketrans({
-    "−": "-", "–": "-", **{chr(c): chr(c - 0xFEE0) for c in range(0xFF01, 0xFF5F)},  # full-width ASCII
-    **dict.fromkeys("\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")})  # invisible
+# Unicode characters and what replaces them. NFKC replaces others, such as full-width digits.
+STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
+          ("ℝ", r"\\mathbb{R}")]
+CHARACTERS = str.maketrans({
+    **dict(zip("−–‐×·⋅÷⁄’~", "---***//' ", strict=True)),
+    **dict(zip("π∞±≤≥≠∪∩∈∅θαβ", re.findall(
+        r"\S+ ", r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta "), strict=True)),
+    **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
+    "°": r"^\circ ", "€": r"\text{euros}", "£": r"\text{pounds}", "¢": r"\text{cents}",
+})
 # BRACE matches the braces that `_boxes` counts. It also matches \\, \{ and \}, without a group, so that
 # `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 BETWEEN_BOXES = re.compile(
-    r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
+    r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
+    r"|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
 CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (C), C. or C:
     r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
-    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
+    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?"
+    r"([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
 
 
 def extract_answer(text: str) -> str | None:
@@ -104,7 +115,7 @@ def _boxes(text):
 
 
 def _after_thought(text):
-    before, closed, after = text.rpartition("</think>")
+    after = text.rpartition("</think>")[2]
     return "" if "<think>" in after else after
 
 
@@ -112,15 +123,12 @@ def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. If only spaces, commas
     or words such as "and" are between boxes, their contents are joined by semicolons and form one answer, a
     list. So a response can't win by offering several answers."""
-    text = _after_thought(text).replace(r"\fbox", r"\boxed")
-    boxes = _boxes(text)
-    boxes += [(m.start(), *m.span(1), m.end()) for m in BARE_BOX.finditer(text)]
+    text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
     parts, start = [], None
-    for box in sorted(boxes, reverse=True):
-        if start is not None:
-            gap = text[box[3]:start]
-            if box[3] > start or len(gap) > 40 or not BETWEEN_BOXES.fullmatch(gap):
-                break
+    for box in reversed(_boxes(text)):
+        gap = text[box[3]:start]
+        if parts and (box[3] > start or len(gap) > 40 or not BETWEEN_BOXES.fullmatch(gap)):
+            break
         parts.insert(0, text[box[1]:box[2]].strip())
         start = box[0]
     return "; ".join(parts)
@@ -146,9 +154,16 @@ def _dapo(text):
     return _stated("\n".join(lines[-2:]))
 
 
+def _plain(text):
+    """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
+    for pattern, new in STYLED:
+        text = re.sub(pattern, new, text)
+    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
+
+
 def _last(pattern):
     def extractor(text):
-        found = pattern.findall(_after_thought(text).translate(PLAIN))
+        found = pattern.findall(_plain(_after_thought(text)))
         return found[-1] if found else ""
 
     return extractor
@@ -156,7 +171,7 @@ def _last(pattern):
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
 # orz read only the text after `</think>`.
-EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+EXTRACTORS = {
     "orz": extract_answer,  # the last box of the last <answer> block that has one
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
     "answer_tag": _answer_tag,  # last <answer> block: its box, or its text after `answer is`, or all of it
@@ -183,34 +198,23 @@ def readers(text: str) -> list[str]:
 # --- normalise: gives equal things one spelling, and puts words into quotes: 5 "meters"
 
 DELIMITED = re.compile(
-    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
-NAMES = r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta "
-CHARACTERS = PLAIN | str.maketrans({
-    **dict(zip("×·⋅÷⁄’~", "***//' ", strict=True)),
-    **dict(zip("π∞±≤≥≠∪∩∈∅θαβ", re.findall(r"\S+ ", NAMES), strict=True)),
-    **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-    **{c: f"_{{{i}}}" for i, c in enumerate("₀₁₂₃₄₅₆₇₈₉")},
-    **{c: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("⁄"))
-       for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-    **dict.fromkeys("\u00a0\u2002\u2003\u2009\u200a\u202f", " "),
-    "°": r"^\circ ", "ℝ": r"\mathbb{R}", '"': "", "€": '"euros"', "£": '"pounds"', "¢": '"cents"',
-})
+    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
+    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
 
-
-STYLES = r"""! left. right. left right big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr
-    displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm textit mbox rm bf it
-    limits hat vec checkmark"""
 # A word, a sign or a command, and its common spelling.
 PAIRS = r"""
     \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
-    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
+    \langle ( \rangle ) {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
     \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
-    or ; and , to : percent \% percentage \% infinity \infty inf \infty mod \pmod sin \sin cos \cos
-    tan \tan cot \cot sec \sec csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty
-    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12} theta \theta""".split()
-SPELLINGS = {rf"\{name}": "" for name in STYLES.split()}
+    or ; and , to "to" percent \% infinity \infty
+    inf \infty mod \pmod
+    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
+SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
+    text textbf textrm textit mbox rm bf it limits hat vec checkmark""".split()}
+SPELLINGS |= {name: rf"\{name} " for name in (
+    "arcsin arccos arctan sin cos tan cot sec csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
 SPELLINGS |= {key: value + " " * value[-1].isalpha()  # a space ends a command such as \le
               for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)}
@@ -219,16 +223,18 @@ TOKEN = re.compile(r"""
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | \\\\|\\(?:left|right)\.|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
+  | \\\\|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
   | (?P<word>[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
     (r"^([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
     (r'"per" ?"cent"|"per cent"', r"\\%"),
+    (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
     (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
     (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
@@ -236,8 +242,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]*?)(\d+(?:\.\d+)?)"degrees"', r"\1\\frac{\2\\pi}{180}"),
-    (r'("degrees") ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'\1"\2"'),
-    (r'^\("?([A-Z])"?\) (?=[\d\\$-])(.+)', r'\2 "choice \1"'),  # (B) 15
+    (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"\1"'),
+    (r'^\("?([A-Z])"?\) (?=[\d\\$-])(.+)', r'\2 "choices \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
     (r'"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
@@ -249,30 +255,39 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'" ?"', " "),
     (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
     (r" (?=\\)", ""),
+    (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
+    (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
+    (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
+    (r"(?<=[\w})])\+[ckK]$", "+C"),  # constant of integration
+    (r"^([^=A-Za-z]+)=([A-Za-z])$", r"\2=\1"),  # 5=x
     (r"[,;]+([,;])", r"\1"),
+    (r"(\d\.?)\\%", r"\1*10^{-2}"),
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
+    (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
+    (r"(\\frac\{\\sqrt\{\w\}\}) ?(\w)", r"\1{\2}"),
     (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
+    (r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))", r"\1=\2,"),  # x=y=2
     (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
-    (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+ ?[a-z](?:,[a-z])*\\in ?'
-     r"\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
+    (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
+     r" ?[a-z](?:,[a-z])*\\in ?\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
+    (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
-    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?((?:\d*\.)?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
+    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
     (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
-    (r"^\|(\w)\|>(\w+)$", r"\1>\2;\1<-\2"),
-    (r"^\|(\w)\|\\ge ?(\w+)$", r"\1\\ge \2;\1\\le -\2"),
+    (r"^\|(\w)\|(>|\\ge ?)(\w+)$", r"\1\2\3;-\3\2 \1"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-    (r'(?i)^"(?:(?!not |no |never |wrong )[a-z]+ ){0,9}(?:(?:is|are|equals|answer)" ?:?|[a-z]+" ?:)(?=.)',
-     ""),
+    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong)\b)(?:[a-z]+ ){0,9}'
+     r'(?:(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
 ]]
 
@@ -285,7 +300,7 @@ def normalise(text: str) -> str:
     text = text.strip()
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, text.translate(CHARACTERS)).strip()
+    text = TOKEN.sub(_token, _plain(text)).strip()
     for pattern, new in TIDY:
         if pattern.search(text):  # most patterns don't match, and then `search` is faster than `sub`
             text = pattern.sub(new, text)
@@ -310,9 +325,9 @@ def _is_word(match):
     r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
     not, each letter is a variable, as in `xy`."""
     text, word = match.string, match[0].lower()
-    before, after = text[max(match.start() - 2, 0):match.start()], text[match.end():match.end() + 1]
+    before, after = text[:match.start()][-2:], text[match.end():][:1]
     if PLURAL.sub("", word) in ALIASES:
-        return bool(re.fullmatch(r".?[\d })]" if len(word) > 1 else r"[\d})] ", before))
+        return re.fullmatch(r".?[\d })]" if len(word) > 1 else r"[\d})] ", before)
     if word in SPELLINGS:
         return True
     glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
@@ -332,7 +347,8 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit)
+        quantity    (Reading of the number, words of the unit, whether the number equals a gold answer without
+                    unit)
         list        Readings of the elements of a list or set
         tuple       (brackets, Readings of the elements). The brackets are a text such as "()". In their place
                     x=1, y=2 has "=", a ratio has ":", 3 \pmod 7 has "mod 7", and a matrix has its shape
@@ -347,7 +363,7 @@ class Reading(NamedTuple):
     The other kinds have no parts (None): equation, which may be an inequality, and expression."""
     kind: str
     text: str
-    parts: Any = None
+    parts: object = None
 
 
 UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
@@ -357,34 +373,33 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
-# Words after a number are a unit, as in `5 meters`. But if one of these words is among them, the number and
-# the words are a text, as in `10 dozen`, which is not 10.
-NO_UNIT = set("""not no or on if is are was be it more less fewer than then wrong over under above below
-    about around at least most between times plus minus half halves third squared cubed factorial negative
-    positive point never false unknown unless except but maybe from by cube root inverse reciprocal double
-    twice triple quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth hundredth thousandth
-    millionth permille mille base binary octal decimal hex hexadecimal ten score gross dozen lakh crore
-    hundred thousand million billion trillion pct""".split())
+# Words after a number are a unit, as in `5 meters`. But if one of these words is among them, or a word that
+# PART matches, the number and the words are a text, as in `10 dozen`, which is not 10.
+NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
+    below around about least most between times plus minus half halves third quarter from binary
+    base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
+PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
+# A unit that the gold answer lacks must have the name of a unit or a noun. After a number larger than 1, that
+# is a plural. Adverbs, participles and names of large numbers are no plurals: `5 nearly`, `5 halved`.
+MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
-    r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
+    r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
+    r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
     r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
 FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
-DIGITS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-BASES = {word: str(i) for i, word in enumerate(DIGITS.split(), 2)}
-# Matches the left side of `=` if it only names the answer: x in x=5.
-ONE_NAME = r"""(?:
-    (?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})? | [A-Za-z]{1,4} | "[^"]*")  # m\angle, x, "a"
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([^()]*\))?                          # ABC, a_{1}, f'(x)
-  | \|[a-z]\| | [|\[]"?[A-Z]{2,}"?[|\]] | \(\\?[a-z]+(?:,\\?[a-z]+)*\)  # |z|, |AB|, [ABC], (r,\theta)
-)"""
+BASES = {word: str(i) for i, word in enumerate(
+    "two three four five six seven eight nine ten eleven twelve".split(), 2)}
+# m\angle, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|[A-Za-z]{1,4}|"[^"]*")
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([^()]*\))?
+  | \|[a-z]\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
-VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?")
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
@@ -400,7 +415,6 @@ ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
-DEEPEST = 8  # levels of nested parts that `read` splits; text at a deeper level is one expression
 
 
 def _split(text, name):
@@ -422,7 +436,7 @@ def _split(text, name):
 def read(text: str, depth: int = 0) -> Reading:
     """Returns the Reading of a normalised text. depth: number of parts of the answer that enclose this text;
     0 for the whole answer."""
-    if depth <= DEEPEST and text:
+    if depth <= 8 and text:  # a text at a deeper level is one expression
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
             if reading := reader(text, depth + 1):
@@ -477,12 +491,9 @@ def _read_named(text, depth):
     if not found:
         return None
     *names, value = parts
-    if len(names) > 1 and all(map(VARIABLE.fullmatch, names)):  # x=y=2
-        return read(",".join(f"{name}={value}" for name in names), depth)
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
-        rest = text[len(parts[0]):].strip().removeprefix(found[0]).strip()
-        return Reading("named", text, (name, read(rest, depth)))
+        return Reading("named", text, (name, read(text[len(parts[0] + found[0]):].strip(), depth)))
     # The value is the last exact part. Its roundings may follow: 2+3=5 and \frac56\approx0.83.
     exact = found.index(r"\approx") if r"\approx" in found else len(found)
     reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
@@ -494,8 +505,6 @@ def _read_named(text, depth):
 def _read_union(text, depth):
     r"""Returns the Reading of the real numbers (\mathbb{R}), or of a union (\cup) or a difference (\setminus)
     of intervals. None for any other text."""
-    if text == r"\mathbb{R}":
-        return Reading("intervals", text, (None, REALS))
     parts, minus = _split(text, "minus")
     if not minus:
         parts, _ = _split(text, "union")
@@ -506,7 +515,7 @@ def _read_union(text, depth):
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # taking out [0,1] leaves the edges 0) and (1
-MIRRORED = str.maketrans("[]()", "][)(")
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
 SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # x<2 ends at 2)
 
@@ -517,21 +526,21 @@ def _read_inequality(text, depth):
     parts, signs = _split(text, "relation")
     if not signs:
         return None
-    middle = 1 if len(parts) == 3 or not NAME.fullmatch(parts[0]) else 0
-    if len(parts) > 3 or not NAME.fullmatch(parts[middle]) or not all(parts):
-        return Reading("equation", text)
-    sides = [SIDES.get(sign, "") for sign in signs]
-    if middle == 1:  # SIDES is for x<1. In 1<x the variable is on the other side, so the bracket is mirrored
-        sides[0] = sides[0].translate(MIRRORED)
-    values = [[read(part, depth)] for i, part in enumerate(parts) if i != middle]
-    edges = list(zip(sides, values, strict=True))
-    if signs == [r"\ne"]:
-        edges = [*REALS, (")", values[0]), ("(", values[0])]
-    elif len(edges) == 1:
-        edges += REALS[1:] if sides[0] in "[(" else REALS[:1]
-    elif not re.fullmatch(r"[\[(][\])]|[\])][\[(]", "".join(sides)):  # 1<x>2
-        return Reading("equation", text)
-    return Reading("intervals", text, (parts[middle], edges))
+    first = len(parts) != 3 and NAME.fullmatch(parts[0])
+    if not first and (len(parts) == 2 or signs[0] in (">", r"\ge")):  # 3>x is x<3, and 3>x>2 is 2<x<3
+        parts, signs = parts[::-1], [FLIPPED.get(sign, sign) for sign in signs[::-1]]
+    *low, name, high = parts
+    value = [read(high, depth)]
+    if len(low) > 1 or not NAME.fullmatch(name) or not all(parts):
+        edges = []
+    elif signs == [r"\ne"]:
+        edges = [*REALS, (")", value), ("(", value)]
+    elif low:
+        sides = SIDES.get(FLIPPED.get(signs[0]), "") + SIDES.get(signs[1], "")
+        edges = _edges(Reading("tuple", text, (sides, [read(low[0], depth), *value])))
+    else:
+        edges = [(SIDES[signs[0]], value), *(REALS[1:] if signs[0] in (">", r"\ge") else REALS[:1])]
+    return Reading("intervals", text, (name, edges)) if edges else Reading("equation", text)
 
 
 def _edges(reading):
@@ -545,10 +554,11 @@ def _edges(reading):
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
     if kind in ("number", "expression"):
-        kind, parts = "tuple", ("[]", [reading, reading])
+        return [("[", [reading]), ("]", [reading])]
     if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
         return []
-    return [(side, [value]) for side, value in zip(*parts, strict=True)]
+    ends = [value.parts.value for value in parts[1] if value.kind == "number"]
+    return [] if ends != sorted({*ends}) else [(side, [value]) for side, value in zip(*parts, strict=True)]
 
 
 def _read_brackets(text, depth):
@@ -586,12 +596,15 @@ def _read_text(text, depth):
     number, _, unit = text.partition('"')
     unit, number = '"' + unit, number.strip()
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
-    said = not UNIT.fullmatch(unit) or unit.count(" ") > 3
-    if alone or said or NO_UNIT.intersection(re.findall("[a-z]+", unit.lower())):
+    names = set(re.findall("[a-z]+", unit.lower()))
+    other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
+    if alone or other or unit.count(" ") > 3:
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         return Reading("text", text, NOUNS.sub(r"\1", ARTICLE.sub("", words)))
-    inside, names = read(number, depth), _unit(unit)
-    return Reading("quantity", text, (inside, names)) if names else inside
+    inside = read(number, depth)
+    noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
+    free = any(noun.fullmatch(name) or name in ALIASES for name in names)
+    return Reading("quantity", text, (inside, _unit(unit), free)) if names else inside
 
 
 def _unit(text):
@@ -619,24 +632,20 @@ def _read_scalar(text, depth):
 def _number(text):
     """Returns the Number of a text that is a decimal, a repeating decimal, a fraction or a mixed number, with
     or without a percent sign. None for any other text."""
-    before, percent, after = text.partition(r"\%")
-    if percent and not after:
-        number = _number(before.rstrip())
-        return number and Number(number.value / 100, number.places and number.places + 2)
     if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
         sign, whole, places, repeated, power = match.groups("")
-        shift = int(power or 0)
-        value = Fraction(f"0{whole}.{places}0")
+        value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")
         if repeated:
-            value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(places))
-        rounded = max(len(places) - shift, 0) if places and not repeated else None
-        return Number(value * Fraction(10) ** shift * int(sign + "1"), rounded)
-    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text))):
+            end = Fraction(f"{sign}{repeated}e{int(power or 0) - len(places)}")
+            return Number(value + end / (10 ** len(repeated) - 1), None)
+        return Number(value, max(len(places) - int(power or 0), 0) if places else None)
+    hundred = 100 if text.endswith(r"\%") else 1
+    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text.removesuffix(r"\%")))):
         return None
     sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
-    if bottom == 0 or (not 0 <= top < bottom if match[2] else top % bottom == 0):
+    if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
-    return Number((whole + Fraction(top, bottom)) * int(sign + "1"), None)
+    return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
 
 
 # --- equality
@@ -650,21 +659,22 @@ def _number(text):
 #     fraction of two integers       always, also if it can be reduced: 6/8. But 84/2 is an expression,
 #                                    because it is a quotient that was not worked out
 #     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
-#     + - * / and other powers       if the gold answer is no plain value: 2x+6 equals 2(x+3), but 2^{10} does
-#                                    not equal 1024
+#     a calculation with numbers     if the gold answer has one, too: 37\cdot45\pi does not equal 1665\pi, and
+#     (`_calculations`)              2\pi+3\pi does not equal 5\pi. For these rules, 2+3i is a number. A power
+#                                    of a number is allowed if the gold answer has any power: x^2+y^2=5^2
+#     other + - * / and powers       if the gold answer is no plain value: 2x+6 equals 2(x+3)
 #     an operation of OPERATIONS     if the gold answer has an operation of the same line of OPERATIONS:
 #                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
 #                                    \frac{\sqrt3}{2}
 #
-# If the gold answer has a variable, the last rule holds only for the first line of OPERATIONS, and the other
-# operations are always allowed: \binom{n}{2} equals n(n-1)/2, and 1/\sqrt{x} equals x^{-1/2}.
+# If the gold answer has a variable, roots, factorials and binomials are always allowed, but not with numbers
+# only: \binom{n}{2} equals n(n-1)/2, and 5!x does not equal 120x.
 OPERATIONS = [re.compile(pattern) for pattern in (
-    r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{d",
-    r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots, also as a power: x^{1/2}
+    r"\\(?:int|sum|prod|lim|gcd|lcm|det)(?![a-z])|\\frac\{(?:d|\\partial)",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)",
     r"\\(?:log|ln)",
+    r"\\sqrt|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",  # roots, also as a power: x^{1/2}
     r"!|\\binom",
-    r"\\(?:gcd|lcm|max|min|det|lfloor|lceil|floor|ceil)",
 )]
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
@@ -672,7 +682,7 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # A matrix, or a factor times a matrix. A sum of two matrices does not match, because it is a calculation and
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
-SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
 
 
@@ -724,9 +734,11 @@ def _same(answer, gold, prove):
         return _same_quantity(answer, gold, prove)
     if len(kinds) == 1 and answer.kind in COMPARE:
         return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"} and "=" in (answer.parts[0], gold.parts[0]):  # "x=1, y=2" equals "1, 2"
-        a, b = (r.parts if r.kind == "tuple" else (",", r.parts) for r in (answer, gold))
-        return _same_tuple(a, b, prove)
+    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
+        a, b = (r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
+                for r in (answer, gold))
+        if "=" in (a[0], b[0]):
+            return _same_tuple(a, b, prove)
     if "intervals" in kinds:
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _edges(answer), _edges(gold)
@@ -748,14 +760,14 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False
-    symbols, needed = (set(SYMBOL.findall(r.text)) for r in (answer, gold))
-    # The symbols differ only in case, such as x and X: the answer is wrong.
-    if symbols != needed and {s.lower() for s in symbols} == {s.lower() for s in needed}:
-        return False
-    variable = any(len(s) == 1 and s not in "ei" for s in needed)
-    if any(o.search(answer.text) and not o.search(gold.text) for o in OPERATIONS[:1 if variable else None]):
+    some = OPERATIONS[:-2] if _variables(gold.text) else OPERATIONS
+    if any(o.search(answer.text) and not o.search(gold.text) for o in some):
         return False
     return prove(answer.text, gold.text)
+
+
+def _variables(text):
+    return {s for s in SYMBOL.findall(text) if len(s) == 1 and s not in "ei"}
 
 
 def _same_named(answer, gold, prove):
@@ -766,9 +778,11 @@ def _same_named(answer, gold, prove):
     if other and not {a.kind, b.kind} <= {"number", "expression"}:
         return False
     # A gold answer such as x+y=5 may be the equation of a line. So it is compared as an equation, and 5 is
-    # wrong.
-    if other or "equation" in (a.kind, b.kind) or needed and TOTAL.fullmatch(needed):
+    # wrong. But x-5=0 is not yet the answer x=5.
+    if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
+    if other or "equation" in (a.kind, b.kind):
+        return bool(not needed or _variables(b.text)) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
@@ -781,7 +795,7 @@ def _same_chain(answer, gold, prove):
     value, exact, rounded = answer.parts
     same = _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
     text = str(value.parts.value) if value.kind == "number" else value.text
-    return same and _all([same, *(prove(step, text) for step in exact),
+    return same and _all([same, *(prove(step, text, 1e-6) for step in exact),
                           *(prove(step, text, 0.01) for step in rounded)])
 
 
@@ -793,17 +807,14 @@ def _any(verdicts):
     return True in verdicts or (None if None in verdicts else False)
 
 
-TEMPERATURES = {("degree", "c"), ("degree", "f")}  # 5 degrees may be an angle; 5 degrees C is not 5
-
-
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
     Reading has a unit, only the numbers are compared. A number with a unit never equals a percentage."""
-    (a, unit), (b, needed) = (r.parts if r.kind == "quantity" else (r, None) for r in (answer, gold))
+    (a, unit, free), (b, needed, _) = (
+        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # B equals (B) 15
         return needed == ("choice", a.parts.lower())
-    other = unit != needed if needed else unit in TEMPERATURES
-    if unit and other or any(r.text.endswith(r"\%") for r in (a, b)):
+    if unit and (unit != needed if needed else not free):
         return False
     return _same(a, b, prove)
 
@@ -813,8 +824,8 @@ def _same_number(answer, gold, prove):
     places = [n.places for n in (answer, gold) if n.places is not None]
     if not places or answer.places == gold.places:
         return a == b
-    largest = max(abs(a), abs(b))
-    return abs(a - b) < Fraction(1, 10 ** min(places)) and abs(a - b) * 10**6 <= largest
+    difference = abs(a - b)
+    return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):
@@ -855,50 +866,68 @@ def _parse(text):
     """Returns the sympy object that math-verify's parser reads in the whole of `text`; None if it can't."""
     from latex2sympy2_extended import latex2sympy
     from math_verify.grader import should_treat_as_complex
-    from sympy import Basic, I
+    from sympy import Float, I, Rational, evaluate, sympify
 
     if MISREAD.search(text):
         return None
     text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
     # latex2sympy is called directly, because math_verify.parse would read only a part of some texts: \frac34
     # of 5@\frac34.
-    try:
+    with suppress(Exception), evaluate(False):
         found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None)
-    except Exception:
-        return None
-    # The parser reads i as a variable. This code replaces the variable by sympy's imaginary unit I.
-    if isinstance(found, Basic):
+        # The parser reads i as a variable, but i is the imaginary unit. Decimals become exact fractions.
+        new = {f: Rational(str(f)) for f in found.atoms(Float)}
         names = {s.name: s for s in found.free_symbols}
         if "i" in names and "j" not in names:  # if j is there too, i and j are unit vectors
-            found = found.xreplace({names["i"]: I})
-    return found
+            new[names["i"]] = I
+        return sympify(found.xreplace(new))
+    return None
 
 
-def math_equal(answer: str, gold: str, tolerance: float = 1e-6) -> bool:
+def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     """Returns whether two normalised expressions are equal, as math-verify decides; False if they are too
-    large to compute. Raises ValueError if `gold` can't be parsed. math-verify may raise further errors.
-    tolerance: largest relative difference of two numbers if one of them contains a decimal."""
+    large to compute, or if `answer` has a kind of calculation that `gold` lacks. Raises ValueError if `gold`
+    can't be parsed. math-verify may raise further errors.
+
+    tolerance: largest relative difference of two numbers if a text has a decimal and `gold` is no integer;
+    default 1e-6. Only the steps of a chain such as 3+4=7 are given with a tolerance. They may be
+    calculations."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
         raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
-    if left is None:
-        return False
     try:
-        if (close := _close(left, right, tolerance)) is not None:
-            return close
+        allowed = {re.search(r"\d\^", gold) and "product", "^" in gold and "power"}
+        if left is None or tolerance is None and _calculations(answer) - _calculations(gold) - allowed:
+            return False
+        if "." in answer + gold and left.is_number and right.is_number:
+            a, b = left.doit(), right.doit()
+            close = abs((a - b).evalf()) <= (tolerance or 1e-6) * abs(b.evalf())
+            return a == b if b.is_integer else bool(close)
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
 
-def _close(a, b, tolerance):
-    """Returns whether two sympy numbers agree to the relative `tolerance`. None if one of the two is no
-    number, or if neither of them contains a decimal."""
-    from sympy import Expr, Float
+@lru_cache(4096)
+def _calculations(text):
+    """Returns the variables in a text, and its kinds of calculations with numbers: "sum", "product", "power".
+    The variables are there because math-verify's parser reads X as x."""
+    from sympy import Add, Expr, I, Mul, flatten
 
-    if not all(isinstance(n, Expr) and n.is_number for n in (a, b)) or not (a.has(Float) or b.has(Float)):
-        return None
-    a, b = a.doit(), b.doit()  # math-verify's parser leaves the factor 1/100 of a percentage unevaluated
-    return bool(abs((a - b).evalf()) <= tolerance * abs(b.evalf()))
+    # The parser reads \frac{84}{2} as 42.
+    found = _variables(text)
+    found |= {"product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
+    for node in _parse(text).find(Expr):
+        terms = [flatten([term], cls=Mul) for term in flatten([node], cls=Add)]
+        if len({tuple(f for f in term if not f.is_rational) for term in terms}) < len(terms):
+            found.add("sum")  # 2x+3x, because its terms differ only in rational factors
+        numbers = [f for f in terms[0] if f not in (1, -1) and not (f.is_Pow and f.base == 10)
+                   and (f.is_rational or f.is_number and f.has(I) and f != I)]
+        found |= {"power" if f.is_Pow else "product" for f in numbers
+                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and f.base.is_Integer)}
+        fraction = any(f.is_rational and not f.is_integer for f in numbers)
+        if len(numbers) > 1 and (Mul(*numbers).is_integer or len(numbers) > 1 + fraction):
+            found.add("product")
+    return found

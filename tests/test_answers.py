@@ -227,7 +227,7 @@ x+y=5 ~ 5 ~ x-y=5 ~ x+z=5
 \frac56 ~ \boxed{\frac56}\boxed{1} ~ 5\boxed{6} ~ 5\mathbf{6}
 12 ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7 {5} ~ 7{5} ~ 12+1i ~ 12+0.5i
 13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13 ~ The answer is 13 or 14
-13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1 ~ July 13
+13 ~ wrong: 13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1 ~ July 13
 \text{Tuesday} ~ The answer is not Tuesday ~ The answer is Thursday ~ It is not Tuesday
 3\pmod7 ~ 3 ~ 7\pmod3 ~ 3\pmod8 ~ 4\pmod7 ~ \pm3
 x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
@@ -323,8 +323,8 @@ The smallest such number is $12$. ~ 12 ~~ 21
 x=3\text{ is the only solution} ~ 3 ~~ -3
 n=3k+1(k\in\mathbb{N}) ~ 3k+1 ~~ 3k-1
 $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
-1665\pi ~ 1665.0\pi ~ \pi\cdot1665 ~~ 37*45\pi ~ (37)(45)\pi ~ \frac{3330}{2}\pi ~ (1600+65)\pi ~ |37\cdot45|\pi
-5\pi ~ \frac{15\pi}{3.0} ~~ 2\pi+3\pi ~ |3+4i|\pi ~ \sqrt{9+16}\pi ~ \frac{10\pi}{2} ~ 5^1\pi
+1665\pi ~ 1665.0\pi ~~ 37*45\pi ~ (37)(45)\pi ~ \frac{3330}{2}\pi ~ (1600+65)\pi ~ |37\cdot45|\pi
+5\pi ~ 5.0\pi ~~ 2\pi+3\pi ~ |3+4i|\pi ~ \sqrt{9+16}\pi ~ \frac{10\pi}{2}
 2i ~ i\cdot2 ~~ (1+i)^2 ~ \frac{2}{-i} ~ (1+i)(1+i)
 5-3i ~ -3i+5 ~~ (3+4i)+(2-7i) ~ \frac{34}{5+3i}
 2x ~ x\cdot2 ~~ \gcd(6,4)x ~ \frac{\partial}{\partial x}x^2 ~ \frac{6x}{3} ~ \log_39x
@@ -335,14 +335,13 @@ y=1665x ~ 1665x ~~ y=37*45x
 2^{99} ~ 2\cdot2^{98} ~~ 2^{100}-2^{99}
 2^{2024} ~ 4^{1012} ~~ 2^{2024}+0.5 ~ 1.0000000001\cdot2^{2024}
 x=5 ~ 5=x ~~ x-5=0 ~ 2x+3=13
-1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665 ~ wrong: 1665
+1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665
 5 ~ 5 kg ~ 5 ways to win ~ equal to 5 ~ 5\text{ N} ~~ 5 halved ~ 5 twentieths ~ 5 \text{ G} ~ 5 quintillion
-5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 orders of magnitude ~ 5 googol ~ close to 5 ~ 5 K
+5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 googol ~ close to 5 ~ 5 K
 1 ~ 1 pizza ~ 1\text{ way} ~~ 1 halved
 5\text{ m} ~ 5 metres ~~ 5 M
 (1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
 \frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \frac\sqrt32 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
-1,2,3 ~ (a,b,c)=(1,2,3) ~~ (a,b,c)=(1,2,4) ~ (1,2,3)
 \arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
 \frac13 ~ 0.(3) ~ 0.3(3) ~~ 0.(4) ~ 0.3(4)
 x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
@@ -350,7 +349,7 @@ x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
 -5 ~ ‐5 ~ －𝟓 ~ \boldsymbol{-５} ~~ 𝟓
-x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~ 2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
+x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 """.replace("\\u200b", "\u200b").strip().splitlines()]
 
 
