@@ -261,11 +261,11 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(?<=[\w})])\+[ckK]$", "+C"),  # constant of integration
     (r"^([^=A-Za-z]+)=([A-Za-z])$", r"\2=\1"),  # 5=x
     (r"[,;]+([,;])", r"\1"),
-    (r"(\d\.?)\\%", r"\1*10^{-2}"),
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
     (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
     (r"(\\frac\{\\sqrt\{\w\}\}) ?(\w)", r"\1{\2}"),
+    (r"(\d\.?)\\%", r"\1*10^{-2}"),
     (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
@@ -917,8 +917,8 @@ def _calculations(text):
     from sympy import Add, Expr, I, Mul, flatten
 
     # The parser reads \frac{84}{2} as 42.
-    found = _variables(text)
-    found |= {"product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
+    found = _variables(text) | {
+        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
         terms = [flatten([term], cls=Mul) for term in flatten([node], cls=Add)]
         if len({tuple(f for f in term if not f.is_rational) for term in terms}) < len(terms):
@@ -926,7 +926,7 @@ def _calculations(text):
         numbers = [f for f in terms[0] if f not in (1, -1) and not (f.is_Pow and f.base == 10)
                    and (f.is_rational or f.is_number and f.has(I) and f != I)]
         found |= {"power" if f.is_Pow else "product" for f in numbers
-                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and f.base.is_Integer)}
+                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and not f.has(I))}
         fraction = any(f.is_rational and not f.is_integer for f in numbers)
         if len(numbers) > 1 and (Mul(*numbers).is_integer or len(numbers) > 1 + fraction):
             found.add("product")
