@@ -209,7 +209,7 @@ PAIRS = r"""
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
     or ; and , to "to" percent \% infinity \infty
-    inf \infty mod \pmod
+    mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
     text textbf textrm textit mbox rm bf it limits hat vec checkmark""".split()}

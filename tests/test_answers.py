@@ -113,7 +113,7 @@ x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
 30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4 ~ 30,000
 a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
 (1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1
-\frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.333333333
+\frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.(3) ~ 0.3(3) ~ 0.333333333
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
 81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
@@ -164,7 +164,6 @@ x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
 \text{July }4 ~ July 4th
 0.5 ~ \frac{1}{2} ~ \frac12 ~ \tfrac{1}{2} ~ \dfrac{3}{6} ~ 1/2 ~ 50\%
 0.333333 ~ 1/3
-1.5 ~ 1\frac12
 10^{-7} ~ 0.0000001
 10 ~ 10\text{ cm} ~ \$10 ~ 10^\circ ~ x=10 ~ $10$
 0.75\pi ~ \frac{3\pi}{4}
@@ -178,11 +177,10 @@ WRONG = [line.split(" ~ ") for line in r"""
 12 ~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ \sqrt{144} ~ \binom{12}{1}
 52_9 ~ 52_8 ~ 52 ~ 47 ~ 529
 7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more ~ 5$ $7
-331 ~ < 331 ~ \neq 331
 (2,\infty) ~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ (-\infty,2) ~ 2
 [1,4) ~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
 (-\infty,1)\cup(2,\infty) ~ (-\infty,1] \cup (2,\infty) ~ 1<x<2 ~ x>2
-\frac{1}{3} ~ 0.3 ~ 0.333 ~ 0.3333 ~ 0.0\overline{3}
+\frac{1}{3} ~ 0.3 ~ 0.333 ~ 0.3333 ~ 0.0\overline{3} ~ 0.(4)
 \pi ~ 3.14 ~ 3.1416 ~ \frac{22}{7}
 10^{-7} ~ 0 ~ 2\cdot10^{-7} ~ 0.0000002 ~ 0.0
 0.00001234 ~ 0.000012
@@ -211,7 +209,7 @@ C ~ c ~ B ~ CC
 a=1, b=2 ~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1) ~ a=1, a=2 ~ (b,a)=(1,2)
 x=1, x=2 ~ x=1, y=2 ~ y=1, y=2 ~ (1,2)
 1<x<2 ~ x=1, y=2
-x=5 ~ y=5 ~ x\ne5 ~ x>5
+x=5 ~ y=5 ~ x\ne5 ~ x>5 ~ x-5=0 ~ 2x+3=13 ~ x=6
 y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
 6-5i ~ 6+5i ~ 6-5 ~ (6,-5)
 3:4 ~ 4:3 ~ 3,4
@@ -253,11 +251,9 @@ x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
 \text{July }4 ~ 4 ~ June 4 ~ July 14
 x^2+2x+2 ~ (x+1)^2
 1.2 ~ 1,2
-\frac{1}{2} ~ -\frac{1}{2} ~ 1/0
+\frac{1}{2} ~ -\frac{1}{2} ~ 1/0 ~ 3/4 ~ x=5
 0.33 ~ 1/3
-3/5 ~ 3/4
 2.8 ~ \sqrt{8}
-6 ~ x=5
 3.14 ~ \pi
 seat ~ east
 """.strip().splitlines()]
@@ -303,7 +299,7 @@ x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12
 3\pi ~ 3\pi\text{ cm} ~~ 3\pi\text{ thousand}
 101 ~ 101 cars ~~ 101 in binary ~ 101 base two
 42\% ~ 42 per cent ~ 0.42 ~~ 42 ~ 42 permille
--5 ~ −5 ~ -５ ~ -5\u200b ~~ 5 ~ ５
+-5 ~ −5 ~ ‐5 ~ －𝟓 ~ -５ ~ -5\u200b ~~ 5 ~ ５
 3\log 2 ~ \log 8 ~~ \log 6
 \lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
 p=5,q=2 ~ (5,2) ~ q=2, p=5 ~~ (2,5) ~ p=2,q=5
@@ -313,7 +309,7 @@ AB:CD=3:2 ~ 3:2 ~ 1.5 ~~ 2:3 ~ CD:AB=3:2
 x=y=2 ~ (2,2) ~ x=2,y=2 ~~ x=y=3 ~ 2,3
 x=1,y=2;x=3,y=4 ~ (1,2),(3,4) ~ (x,y)=(3,4)\text{ or }(1,2) ~~ (1,4),(3,2) ~ 1,2,3,4 ~ (1,2)
 (1;2) ~ (1,2) ~~ (2,1)
-\frac32\text{ or }1.5 ~ 1.5 ~ \frac32 ~~ 3 ~ \frac32,2
+\frac32\text{ or }1.5 ~ 1.5 ~ 1\frac12 ~ \frac32 ~~ 3 ~ \frac32,2
 x_1=x_2=3 ~ 3 ~ x=3 ~~ 6 ~ 3,4
 1\le|z|\le3 ~ |z|\in[1,3] ~~ |z|\le3 ~ 1\le z\le3
 m>-1\text{ and }m\ne2 ~ (-1,2)\cup(2,\infty) ~~ m>-1 ~ m\ne2
@@ -325,30 +321,21 @@ n=3k+1(k\in\mathbb{N}) ~ 3k+1 ~~ 3k-1
 $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 1665\pi ~ 1665.0\pi ~~ 37*45\pi ~ (37)(45)\pi ~ \frac{3330}{2}\pi ~ (1600+65)\pi ~ |37\cdot45|\pi
 5\pi ~ 5.0\pi ~~ 2\pi+3\pi ~ |3+4i|\pi ~ \sqrt{9+16}\pi ~ \frac{10\pi}{2}
-2i ~ i\cdot2 ~~ (1+i)^2 ~ \frac{2}{-i} ~ (1+i)(1+i)
-5-3i ~ -3i+5 ~~ (3+4i)+(2-7i) ~ \frac{34}{5+3i}
-2x ~ x\cdot2 ~~ \gcd(6,4)x ~ \frac{\partial}{\partial x}x^2 ~ \frac{6x}{3} ~ \log_39x
+2i ~ i\cdot2 ~~ (1+i)^2 ~ \frac{2}{-i} ~ (1+i)(1+i) ~ (1-i)+(3i-1)
+2x ~ x\cdot2 ~~ \gcd(6,4)x ~ \frac{\partial}{\partial x}x^2 ~ \frac{6x}{3} ~ x+x ~ 2x\sin^2x+2x\cos^2x
 120x ~ x\cdot120 ~ 1.2\cdot10^2x ~~ 5!x ~ \binom{16}{2}x ~ 37\cdot45x-1545x ~ \max(120,5)x
-x+1 ~ 1+x ~~ \sin^2x+\cos^2x+x ~ x+3-2
-y=1665x ~ 1665x ~~ y=37*45x
 6\sqrt2 ~ \sqrt{72} ~~ |6|\sqrt2 ~ \sqrt{36\cdot2} ~ \sqrt{6^2+6^2}
-2^{99} ~ 2\cdot2^{98} ~~ 2^{100}-2^{99}
-2^{2024} ~ 4^{1012} ~~ 2^{2024}+0.5 ~ 1.0000000001\cdot2^{2024}
-x=5 ~ 5=x ~~ x-5=0 ~ 2x+3=13
+2^{2024} ~ 4^{1012} ~ 2\cdot2^{2023} ~~ 2^{2025}-2^{2024} ~ 2^{2024}+0.5 ~ 1.0000000001\cdot2^{2024}
 1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665
 5 ~ 5 kg ~ 5 ways to win ~ equal to 5 ~ 5\text{ N} ~~ 5 halved ~ 5 twentieths ~ 5 \text{ G} ~ 5 quintillion
 5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 googol ~ close to 5 ~ 5 K
 1 ~ 1 pizza ~ 1\text{ way} ~~ 1 halved
-5\text{ m} ~ 5 metres ~~ 5 M
 (1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
 \frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \frac\sqrt32 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
 \arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
-\frac13 ~ 0.(3) ~ 0.3(3) ~~ 0.(4) ~ 0.3(4)
 x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
-(0,1) ~ ]0,1[ ~~ [0,1] ~ ]0,1]
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
--5 ~ ‐5 ~ －𝟓 ~ \boldsymbol{-５} ~~ 𝟓
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 """.replace("\\u200b", "\u200b").strip().splitlines()]
 
