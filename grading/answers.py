@@ -204,7 +204,7 @@ DELIMITED = re.compile(
 # A word, a sign or a command, and its common spelling.
 PAIRS = r"""
     \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
-    \langle ( \rangle ) {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
+    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
     \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
@@ -376,7 +376,7 @@ PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are a unit, as in `5 meters`. But if one of these words is among them, or a word that
 # PART matches, the number and the words are a text, as in `10 dozen`, which is not 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
-    below around about least most between times plus minus half halves third quarter from binary
+    below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions

@@ -329,7 +329,6 @@ $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665
 5 ~ 5 kg ~ 5 ways to win ~ equal to 5 ~ 5\text{ N} ~~ 5 halved ~ 5 twentieths ~ 5 \text{ G} ~ 5 quintillion
 5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 googol ~ close to 5 ~ 5 K
-1 ~ 1 pizza ~ 1\text{ way} ~~ 1 halved
 (1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
 \frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \frac\sqrt32 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
 \arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
