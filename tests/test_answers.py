@@ -276,7 +276,7 @@ GOLDS = [[part.split(" ~ ") for part in line.split(" ~~ ")] for line in r"""
 \{2,3\} ~ \{2,2,3\} ~ 3,2 ~~ 2,2,3 ~ 2,3,3
 \text{hours: }3 ~ 3 ~ 3 hours ~~ 3 minutes
 25^\circ C ~ 25 degrees Celsius ~ 25^\circ\text{C} ~ 25 ~~ 25^\circ F ~ 25^\circ
-\frac12 ~ P(X=1)=\frac12 ~ (1)/(2) ~ 1/(2) ~~ P(X=1)=\frac13 ~ (1)/(3)
+\frac12 ~ P(X=1)=\frac12 ~ (1)/(2) ~ 1/(2) ~ 1/2 pizza ~~ P(X=1)=\frac13 ~ (1)/(3) ~ 1/2 halved
 (-\infty,0)\cup(1,\infty) ~ \mathbb{R}\setminus[0,1] ~~ \mathbb{R}\setminus(0,1)
 k\ge4\text{ or }k\le-4 ~ |k|\ge4 ~~ |k|>4 ~ |k|\le4 ~ k\ge4
 \text{(B) }15 ~ 15 ~ B ~ (B) 15 ~~ 16 ~ C ~ (C) 15
