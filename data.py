@@ -18,8 +18,10 @@ import itertools
 import json
 import math
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ TEMPLATES = {
 # Each use of random numbers in this file has its own number here, which is part of its seed. So the order of
 # an epoch, for example, is independent of the minibatches: np.random.default_rng([seed, ORDER, epoch]).
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
+TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -242,6 +245,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
+    with suppress(ValueError):  # raised if this is not the main thread, which alone can set a handler
+        signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
         text = (_fill_form(form, turns, template) if form
@@ -281,18 +286,26 @@ def _fill_form(form, turns, template):
     return form.replace("{problem}", turns[-1][1])
 
 
+def _stop_template(*_):
+    """Handles SIGPROF: ends a chat template whose loops take too long, perhaps for ever."""
+    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
+
+
 def _fill_chat_template(tokenizer, turns, system_prompt):
     """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
     fails, or if it leaves out a turn of the system or of the user."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a chat template may raise any exception
         why = shorten(f"{type(e).__name__}: {e}", 80)
         raise UserError(f"the chat template refuses the row's turns ({why}); needed: other roles, or "
                         "another --template") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
         # Assistant turns are not checked, because a template may remove the thoughts from them.

@@ -318,12 +318,15 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ messages | length + 'x' }}": r"refuses the row's turns \(TypeError: ",
     TURNS + "{{ messages[0].name.first }}": r"refuses the row's turns \(UndefinedError: ",
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses the row's turns \(ZeroDivisionError: ",
+    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
+        r"refuses the row's turns \(TimeoutError: no end after 1 CPU",
     TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: ",
 }
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
