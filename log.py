@@ -308,7 +308,8 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 class Tracker:
-    """Sends every row of metrics.jsonl once, in the order of the steps, to a service for experiment tracking.
+    """Sends the rows of metrics.jsonl to a service for experiment tracking: in order of the steps, each
+    row at most once.
 
     A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
     keeps the id, and first sends the rows that the service does not have. If the tracker fails, an alarm is

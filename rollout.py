@@ -182,8 +182,8 @@ class Trajectories:
                  round_len: int = 0, top_p: float = 1.0) -> None:
         """problems: prompt_id -> problem, for every trajectory that may move to this rank
         max_tokens: largest number of tokens of a response
-        round_len: largest number of tokens that the engine generates in one call, called a round. 0: a round
-            ends only when the policy's turn ends
+        round_len: largest number of tokens that the engine generates for a trajectory in one call, called a
+            round. 0: a round ends only when the policy's turn ends
         top_p: see Engine.generate"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p

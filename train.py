@@ -597,7 +597,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
     """Returns the samples with `prompt_share` set, the weight of a token in the loss with --aggregation
-    prompt: 1 / (response tokens of the sample's prompt × number of prompts). Tokens and prompts are counted
+    prompt: 1 / (sampled tokens of the sample's prompt × number of prompts). Tokens and prompts are counted
     in the sample's minibatch over all ranks, without samples that are not in the loss.
 
     keys: the number of each sample, from `number_samples`
@@ -648,8 +648,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over all response tokens of
-    the step, on all ranks."""
+    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over all tokens in the loss
+    of the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
