@@ -68,7 +68,7 @@ class Problem:
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
     row: int = 0
-    index: int = 0  # position in the list of all problems
+    index: int = 0  # position in the list that load_problems returns
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
@@ -401,9 +401,10 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns a random problem of the epoch for each prompt of the step. They replace solved problems (round
-    0) and the prompts that train.resample replaces (later rounds). They depend only on (seed, step, round)
-    and on `solved`. None is solved, unless fewer unsolved problems are left than a step needs."""
+    """Returns a random problem of the epoch for each prompt of the step. In round 0, these problems are for
+    `batch_at`, in place of solved ones; in later rounds, for train.resample. They depend only on (seed, step,
+    round) and on `solved`. Solved problems are drawn only if fewer unsolved ones are left than a step
+    needs."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]

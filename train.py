@@ -156,7 +156,7 @@ class Run:
     ref: Role | None
     start: int  # the first step to run
     carried: list[Sample]  # with --carry: this rank's responses, finished or not, for the next step
-    solved: Solved  # with --skip_solved: the same on all ranks
+    solved: Solved  # with --skip_solved: the problems solved so far, the same on all ranks
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
@@ -308,7 +308,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # A later step may add problems to `solved` before a checkpoint is written. Leave them out.
+    # While a checkpoint was written, the next step may have added problems. They are left out here.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -443,13 +443,13 @@ def draw_and_carry(run: Run, step: int,
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
     """Call `rollout` with the settings of training, and add the reward parts (extra rewards, such as
-    "format"). Returns this rank's graded samples and, with --carry, this rank's trajectories that are left
-    for the next step.
+    "format"). With --skip_solved, also add the problems that are solved now to run.solved. Returns this
+    rank's graded samples and, with --carry, this rank's trajectories that are left for the next step.
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of resampling."""
     cfg = run.cfg
-    prompts = min(len(problems), cfg.prompts_per_step)  # with --carry, others wait for a later step
+    prompts = min(len(problems), cfg.prompts_per_step)  # with --carry, a later step finishes the others
     with run.log.bar("Rollout", prompts * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
                                 cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],

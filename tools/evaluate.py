@@ -328,7 +328,7 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 
 
 def write_rows(c: Candidate, scores: Scores) -> None:
-    """Write the rows that --write_rows selects, as they are in the data files."""
+    """Write the data rows that --write_rows selects to its file, as JSON."""
     condition, file = c.cfg.write_rows
     rows = [p.fields + "\n" for name, problems in c.sets.items()
             for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
