@@ -498,10 +498,12 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     Raises UserError if the checkpoint has more steps than this run's --steps, or if a setting of the
     algorithm or a fact of `read` has changed since the checkpoint."""
     steps = facts["config"]["steps"]
+    needed = ("the flags, data, models and reward files of that run "
+              f"(--steps {saved['config']['steps']}), or another --out, "
+              f"where --start_from {path} trains longer from these weights")
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
-            f"--steps {saved['step']} or more, or another --out")
-    check_read(path, saved, facts["read"], "the flags, data, models and reward files of that run, or another "
-               "--out", changed(saved["config"], facts["config"]))
+            needed)
+    check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return "; ".join([f"resumed after {saved['step']} steps from {path}",

@@ -74,7 +74,7 @@ def user_errors(prog: str) -> Iterator[None]:
     The first rank of each machine prints the error as one line. Ranks that dist.launch has started print
     nothing, because the process that called dist.launch prints the line."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
-        stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         yield
     except UserError as e:
@@ -677,7 +677,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
-    return cfg
+    # tools.evaluate has another default folder
+    return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
 
 
 def in_groups(text: str) -> str:
@@ -694,7 +695,7 @@ def check_paths(cfg: Config) -> None:
     checks the files after the ranks are connected, so that all machines report the same error."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    if not HUB_ID.fullmatch(cfg.model):
+    if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
         model_folder(cfg.model)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if path.endswith(DATA_FILES) and ":" not in path:
@@ -721,8 +722,17 @@ def check_trackers(cfg: Config) -> None:
                 f"pip install {name}")
 
 
+def check_model(path: str) -> None:
+    """Raises UserError if `path` is a file, or the folder of a run."""
+    require(not Path(path).is_file(), f"{path} is a file",
+            "the folder of a model; data files follow --data, or the models of tools.evaluate")
+    require(not Path(path, "ckpt").is_dir(), f"{path} is the folder of a run, not of a model",
+            f"{path}/export/policy, or first: python ckpt.py export {path} last OUT")
+
+
 def model_folder(path: str) -> Path:
-    """Returns the path of a model's folder. Raises UserError if the folder does not exist."""
+    """Returns the path of a model's folder. Raises UserError if it is not the folder of a model."""
+    check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
     return Path(path)
@@ -730,7 +740,7 @@ def model_folder(path: str) -> Path:
 
 def data_file(path: str) -> Path:
     """Returns the path of a data file. Raises UserError if the file does not exist."""
-    require(Path(path).is_file(), f"no data file {path}",
+    require(Path(path).is_file(), f"no data file {path}{' (a folder)' if Path(path).is_dir() else ''}",
             _build(path) or "a .json, .jsonl or .parquet file that exists")
     return Path(path)
 

@@ -67,8 +67,12 @@ def launch(ranks: int) -> int | str:
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval
     except errors.ChildFailedError as e:
-        # the text that configs.tell_torchrun wrote, then a line of "="
-        return str(e).rstrip("= \n").splitlines()[-1].strip().removeprefix("traceback : ")
+        rank, failure = e.get_first_failure()
+        if isinstance(failure.message, dict):  # from configs.tell_torchrun
+            return failure.message["message"].strip().splitlines()[-1]
+        by = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
+        return (f"train.py: rank {rank} ended with {by} (SIGKILL may mean that host memory was short); "
+                "needed: the same command, which continues from the last checkpoint")
     return 0
 
 

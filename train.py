@@ -23,6 +23,7 @@ Three differences from Open-Reasoner-Zero:
 
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -845,6 +846,11 @@ if __name__ == "__main__":
     except Exception:
         why = printable(traceback.format_exc())
         where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
+        lost = re.search(".*(?:by peer|ncclRemoteError).*", why)
+        why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
-        tell_torchrun(why)
+        if lost:
+            time.sleep(2)  # so that torchrun first sees the rank that has ended, and names that rank
+        else:
+            tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads: a thread may wait for another rank for ever

@@ -41,10 +41,11 @@ from tools import plan
 
 def check_ranks(cfg: Config, ranks: int) -> None:
     """Raises UserError if --layout, --tp or --shard_ranks does not allow this number of ranks."""
+    each = max(n for n in range(1, NODE + 1) if cfg.ranks % n == 0)
     require(cfg.ranks in (0, ranks),
             f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
-            f"torchrun --nnodes {-(-cfg.ranks // NODE)} --nproc-per-node "
-            f"{min(cfg.ranks, NODE)} train.py …, or --ranks {ranks}")
+            f"torchrun --nnodes {cfg.ranks // each} --nproc-per-node {each} "
+            f"train.py …, or --ranks {ranks}")
     require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
             f"a multiple of {cfg.tp} ranks, or --tp 1")
     require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,

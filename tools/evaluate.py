@@ -30,6 +30,7 @@ from configs import (
     Config,
     Say,
     UserError,
+    check_model,
     differences,
     given_flags,
     meanings,
@@ -196,9 +197,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     models, files = paths[:count], paths[count:]
     command = f"tools.evaluate {' '.join(argv)}"
     for model in models:
-        require(not Path(model).is_file(), f"the model {model} is a file", "first the models, then the data")
-        require(not Path(model, "ckpt").is_dir(), f"{model} is the folder of a run, not of a model",
-                f"{Path(model, 'export/policy')}, or first: python ckpt.py export {model} last OUT")
+        check_model(model)
     require(bool(files), f"no data file in: {command}",
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
