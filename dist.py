@@ -70,8 +70,10 @@ def launch(ranks: int) -> int | str:
         rank, failure = e.get_first_failure()
         if isinstance(failure.message, dict):  # from configs.tell_torchrun
             return failure.message["message"].strip().splitlines()[-1]
-        by = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
-        return (f"train.py: rank {rank} ended with {by} (SIGKILL may mean that host memory was short); "
+        by = f"status {failure.exitcode}"
+        if failure.exitcode < 0:
+            by = f"{failure.signal_name()} (the cause may be a lack of host memory)"
+        return (f"train.py: rank {rank} ended with {by}; "
                 "needed: the same command, which continues from the last checkpoint")
     return 0
 

@@ -481,7 +481,7 @@ def small(out, **changes):
 
 def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     said, = run_ranks(1, ranks.main, dataclasses.replace(base, out=str(two_ranks[0]), steps=3))
-    assert "step_000004" in said and "--steps 4 or more, or another --out" in said
+    assert "step_000004" in said and "(--steps 4), or another --out, where --start_from" in said
 
 
 # Edit of the model folder -> (file, text in it, new text, part of the error). Without a text, one bit of the

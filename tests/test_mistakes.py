@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import ranks
@@ -62,9 +63,12 @@ AT_ONCE = {
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",
                                       "needed: at most --round_len 47"),
     "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
+    "a folder as data": ("orz-7b --model MODEL --data dir.json", "no data file dir.json (a folder); needed: "),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
                                   "no data file aime.json; needed: "),
+    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: the fol"),
+    "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: ran/export/policy, or"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
@@ -129,6 +133,8 @@ def folder(tiny, base, tmp_path_factory):
         shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(pattern))
     config = json.loads((path / "mamba" / "config.json").read_text())
     (path / "mamba" / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    for name in ("ran/ckpt", "dir.json"):
+        (path / name).mkdir(parents=True)
     (path / "full").mkdir()
     (path / "full" / "config.json").write_text("{}")
     return path
@@ -215,6 +221,19 @@ def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, ranks, base, 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said and not [*tmp_path.glob("new/run/*")], said
+
+
+def test_the_last_line_names_the_rank_that_was_killed(base, tiny, tmp_path):
+    command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
+               "--ranks", "2", "--device", "cpu", "--go", "--out", f"{tmp_path}/run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "graded" not in process.stdout.readline():
+        assert process.poll() is None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    said = process.communicate(timeout=60)[1].splitlines()
+    assert said[-1].startswith("train.py: rank 1 ended with SIGKILL (") and "the same command" in said[-1]
+    assert len(said) < 4 and process.returncode == 1, said
 
 
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.34.0", False),
