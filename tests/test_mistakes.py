@@ -63,11 +63,11 @@ AT_ONCE = {
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",
                                       "needed: at most --round_len 47"),
     "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
-    "a folder as data": ("orz-7b --model MODEL --data dir.json", "no data file dir.json (a folder); needed: "),
+    "a folder as data": ("orz-7b --model MODEL --data dir.json", "no data file dir.json (a folder); needed"),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
                                   "no data file aime.json; needed: "),
-    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: the fol"),
+    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: the"),
     "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: ran/export/policy, or"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
