@@ -180,7 +180,7 @@ def read_carried(folder: Path) -> list[Sample]:
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
-            row |= {name: tuple(row[name]) for name in ("prompt", "failed")}
+            row |= {name: tuple(row[name]) for name in ("prompt", "failed", "earlier")}
             row |= {name: np.array(row[name], kind) for name, kind in ARRAYS.items() if row[name] is not None}
             found.append(Sample(**row))
     return sorted(found, key=lambda s: s.key)

@@ -102,8 +102,7 @@ class Sample:
     versions: np.ndarray | None = None  # (L,) int32 `version` of each token; None: `version` for all
     turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
     turn_start: int = 0  # index in `ids` where the last turn starts
-    text_start: int = 0  # index in `text` where the last turn starts
-    earlier: str = ""  # text of the policy's earlier turns, each with a line break after it
+    earlier: tuple[str, ...] = ()  # texts before the last turn: the policy's, the environment's, and so on
     env_reward: float | None = None  # replaces the grader's reward; None: the environment gave no reward
     advantage: float = 0.0  # GRPO's advantage. PPO computes an advantage per token later
     prompt_share: float = 0.0  # with --aggregation prompt: loss weight of each of the sample's tokens
@@ -126,7 +125,13 @@ class Sample:
     def policy_text(self) -> str:
         r"""Returns the text that graders read: the policy's turns, separated by line breaks, without the
         environment's texts."""
-        return self.earlier + self.text[self.text_start:]
+        return "\n".join(self.segments[::2])
+
+    @property
+    def segments(self) -> list[str]:
+        """Returns the parts of `text`: the policy's first turn, the environment's text, the next turn, and so
+        on."""
+        return [*self.earlier, self.text[len("".join(self.earlier)):]]
 
     @property
     def token_versions(self) -> np.ndarray:
@@ -465,9 +470,9 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
     turn starts after this text."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
-    both, whole = extended(s, reply), s.text + text
-    return replace(both, text=whole, turns=s.turns + 1, turn_start=len(both.ids), text_start=len(whole),
-                   earlier=s.policy_text + "\n")
+    both = extended(s, reply)
+    return replace(both, text=s.text + text, turns=s.turns + 1, turn_start=len(both.ids),
+                   earlier=(*s.segments, text))
 
 
 # --- packs

@@ -144,7 +144,8 @@ def _responses(path, kind="math"):
         row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
         if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
-            row["response"] = row.get("policy_text", row.get("response"))  # without an --env's texts
+            if "segments" in row:  # without an --env's texts
+                row["response"] = "\n".join(row["segments"][::2])
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
             require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}", needed.__name__)

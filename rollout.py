@@ -499,7 +499,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     if problem.fields:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:
-        row |= dict(turns=s.turns, policy_text=s.policy_text)
+        row |= dict(turns=s.turns, segments=s.segments)
     if save_logps:
         row |= dict(ids=s.ids.tolist(), logps=[
             round(x, 4) if of_policy else None

@@ -21,7 +21,7 @@ from tools.report import PANELS, compare, main, plot, recipes, story, write_repo
 def page_of(text: str) -> tuple[set, list, str]:
     """Returns a page's tags without attribute values, its <pre> texts, and its text without tags."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
-    pre = [unescape(inside) for inside in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
+    pre = [unescape(re.sub("</?mark>", "", x)) for x in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
 
 
@@ -50,7 +50,8 @@ def folder(tmp_path_factory):
         if step % 12 == 0:
             row |= {"eval/aime/avg@1": 0.3 + step / 100, "eval/aime/response_len": 20.0}
             logger.save_samples("samples", step, [
-                sample(i // 2, i % 2, i % 2 == 0, f"{step}.{i} {EVIL}") for i in range(4)])
+                sample(i // 2, i % 2, i % 2 == 0, f"{step}.{i} {EVIL}",
+                       **({"segments": [f"{step}.", f"{i} ", EVIL]} if i else {})) for i in range(4)])
             logger.save_samples("eval", step, [
                 sample(i, 0, step > 0, f"eval {step}.{i} {EVIL}", set="aime<x>") for i in range(3)])
         logger.step(step, row)
@@ -64,7 +65,7 @@ def folder(tmp_path_factory):
 def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_loads(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     tags, pre, text = page_of(html)
-    names = "html title style h1 h2 table tr td details summary article b pre".split()
+    names = "html title style h1 h2 div table tr td details summary article b br mark pre".split()
     assert tags <= {"<!doctype html>", '<html lang="">', '<meta charset="">', '<meta name="" content="">',
                     '<img alt="" src="">',
                     *(f"<{name}>" for name in names), *(f"</{name}>" for name in names)}
@@ -72,7 +73,10 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     rows = [r for kind in ("samples", "eval") for f in (folder / kind).iterdir() for r in read_jsonl(f)]
     assert len(rows) == 14 and all(pre.count(r["response"]) == 1 for r in rows)
     assert all(r["problem"] in text and r["gold"] in text for r in rows)
-    assert text.count("right: correct") == text.count("wrong: unparsed") == 4 + 3
+    assert text.count("✓ correct") == text.count("✗ unparsed") == 4 + 3 and "wrong: " not in text
+    assert html.count("<mark>3 </mark>") == html.count("<mark>1 </mark>") == 2 and html.count("<mark>") == 6
+    assert text.index("Curves") < text.index("Samples of the training") < text.index("Answers to held-out")
+    assert re.findall("(.*) { white-space: pre-wrap", html) == ["article pre"]  # the plan's lines don't wrap
     assert all(r["text"] in text for r in read_jsonl(folder / "alarms.jsonl"))
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))
@@ -106,21 +110,27 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "0.500" in story(tmp_path)
 
 
-def test_two_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
+def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
+    """Seeds share a line: their mean, and its standard error. A single run's error is over the problems."""
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
-    runs, healthy_rows, learning_rows = [tmp_path / "a", tmp_path / "b"], healthy(20), learning(30)
-    for rows in healthy_rows, learning_rows:
-        rows[-1] |= {"eval/e/avg@1": 0.5}
-        rows[10] |= {"eval/e/avg@1": 0.75}
-    run_of(runs[0], 0, healthy_rows)
-    run_of(runs[1], 0, learning_rows, **changes)
-    lines = [re.split(" {2,}", line) for line in compare(runs).splitlines()]
-    cells = {line[0]: line[1:] for line in lines}
+    runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
+    for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
+        rows = healthy(20) if i == 0 else learning(30)
+        rows[-1] |= {"eval/e/avg@2": final}
+        rows[10] |= {"eval/e/avg@2": 0.75}
+        run_of(run, i, rows, **(changes if i else {}))
+    (runs[0] / "eval").mkdir()
+    (runs[0] / "eval/step_000019.jsonl").write_text("".join(
+        json.dumps(sample(i, j, i % 2 if j else i < 2 and name == "e", set=name)) + "\n"
+        for name in ("e", "other") for i in range(4) for j in range(2)))
+    text = compare(runs)
+    assert max(map(len, text.splitlines())) <= 100 and text.endswith("a single run, over the problems")
+    cells = {field: list(values) for field, *values in re.findall(r"^(\S+)\n  \S.* {2,}(\S.*)\n  \S.* {2,}(\S.*)$", text, re.M)}
     assert {key for key in cells if key.startswith("--")} == {f"--{field}" for field in changes}
-    assert cells["--algo"] == ["ppo", "grpo"] and cells[""] == [str(run) for run in runs]
-    assert cells["eval/e/avg@1"] == ["0.750 → 0.500 (best 0.750 at step 10)"] * 2
-    assert [text.split()[0] for text in cells["steps"]] == ["20", "30"]
-    assert cells["alarms"] == ["0", "0"]
+    assert cells["--algo"] == ["ppo", "grpo"] and "seed 1, 2" in cells["run"][1]
+    assert cells["eval/e/avg@2"] == ["0.750 → 0.500 ± 0.204 (best 0.750 at step 10)",
+                                     "0.750 → 0.600 ± 0.100 (best 0.750 at step 10)"]
+    assert [value.split()[0] for value in cells["steps"]] == ["20", "30"] and cells["alarms"] == ["0", "0"]
     main([*map(str, runs), "--out", str(tmp_path / "both.png")])
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -152,9 +162,9 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
     """A run that is given twice counts once. A run without config.json is a recipe of its own."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
-    assert recipes([*ppo, slow, ppo[0]]) == {f"{ppo[0]} (2 seeds)": ppo, str(slow): [slow]}
+    assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
     bare = [tmp_path / "a", tmp_path / "b"]
-    assert list(recipes(bare).values()) == [[run] for run in bare]
+    assert recipes(bare) == [[run] for run in bare]
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
@@ -163,7 +173,9 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
     figure = Figure()
-    report._draw(figure, "reward", {"three": curves, "alone": curves[:1]}, "linear")
+    rows = [[{"step": step, "reward": value} for step, value in curve.items()] for curve in curves]
+    lines = {"three": report._values(rows, "reward"), "alone": report._values(rows[:1], "reward")}
+    report._draw(figure.add_subplot(), lines, "linear")
     three, alone = figure.axes[0].lines
     assert alone.get_ydata().tolist() == pytest.approx(list(curves[0].values()), nan_ok=True)
     means = dict(zip(three.get_xdata(), three.get_ydata(), strict=True))
@@ -176,34 +188,32 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """One recipe has a line for each metric. Several recipes have a line each."""
-    drawn, draw = [], report._draw
-    monkeypatch.setattr(report, "_draw", lambda *panel: (drawn.append(panel), draw(*panel)))
-    rows = [row | {"eval/e/avg@1": 0.5, "eval/f/avg@1": 0.5} for row in learning(3)]
-    runs = [run_of(tmp_path / "a", 0, rows), run_of(tmp_path / "b", 0, rows, algo="grpo")]
+    """One recipe has a line for each metric. Several recipes have a line each. The picture names the runs.
+    All panels have the same height. No legend covers data, no word is cut. Equal lines have other dashes."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, to: (drawn.append(figure), save(figure, to)))
+    names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))
+    rows = [row | dict.fromkeys(names, 0.0) | {"time/eval": 0.0, "time/wait": 0.0} for row in learning(3)]
+    runs = [run_of(tmp_path / "run", 0, rows), *(
+        run_of(tmp_path / f"{i}_is_a_run_with_a_long_name", i, rows, algo="grpo", steps=i) for i in range(5))]
     plot(runs[:1], tmp_path / "one.png")
-    lines = {title: list(of_panel) for _, title, of_panel, _ in drawn}
-    assert lines["held-out accuracy"] == ["eval/e/avg@1", "eval/f/avg@1"] and len(lines) == 8
-    drawn.clear()
-    plot(runs, tmp_path / "two.png")
-    assert {tuple(lines) for _, _, lines, _ in drawn} == {tuple(map(str, runs))}
-    assert {"eval/f/avg@1", "reward", "time/rollout"} <= {title for _, title, _, _ in drawn} <= rows[0].keys()
-    for title, pattern, _ in PANELS:
-        assert any(re.fullmatch(pattern, name.replace("<k>", "1")) for name in METRICS), title
-
-
-def test_no_legend_covers_data_and_no_word_is_cut():
-    curve = {step: 1.0 for step in range(3)}
-    phases = [f"time/{name}" for name in "step rollout critic policy eval wait sync save".split()]
-    sets = [f"eval/{i}_is_a_held_out_set_with_quite_a_long_name_in_this_test/avg@16" for i in range(3)]
-    six = [f"{i} is a recipe with a very long name: /home/me/runs/{i} ({i} seeds)" for i in range(6)]
-    for labels in (phases, sets, six):
-        figure = Figure(figsize=(4.4, 3.6), dpi=130, layout="constrained")
-        report._draw(figure, "held-out accuracy", {label: [curve] for label in labels}, "share")
+    plot(runs, tmp_path / "all.png")
+    one, many = [{axis.get_title(): axis for axis in figure.axes} for figure in drawn]
+    accuracy = one["held-out accuracy"].lines
+    assert tuple(line.get_label() for line in accuracy) == names and len(one) == 8
+    assert len({str(line._unscaled_dash_pattern) for line in accuracy}) == 3
+    assert f"{runs[0]}: ppo, seed 0, model {PPO.model}" == drawn[0].get_suptitle()
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == [
+        f"{run}: {'ppo' if run is runs[0] else 'grpo'}, seed {max(0, i)}, model {PPO.model}"
+        for i, run in enumerate(runs, -1)]
+    assert {len(axis.lines) for axis in many.values()} == {6}
+    assert {names[1], "reward", "time/rollout"} <= many.keys() <= rows[0].keys()
+    for figure in drawn:
         figure.draw_without_rendering()
-        (axis,), (legend,) = figure.axes, figure.legends
-        drawn, words = axis.get_window_extent(), legend.get_window_extent()
-        assert not words.overlaps(drawn) and drawn.height > 0.25 * figure.bbox.height
-        inside = figure.bbox.padded(1)
-        for box in (words, axis.get_tightbbox()):
-            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+        assert len({round(axis.get_window_extent().height) for axis in figure.axes}) == 1
+        axes = [axis.get_window_extent() for axis in figure.axes]
+        for words in [*figure.legends, *filter(None, (axis.get_legend() for axis in figure.axes))]:
+            box = words.get_window_extent()
+            assert not box.count_overlaps(axes) and box.y0 >= 0 and box.x1 <= figure.bbox.x1 + 1
+    for _, pattern, _ in PANELS:
+        assert any(re.fullmatch(pattern, name.replace("<k>", "1")) for name in METRICS), pattern

@@ -11,13 +11,11 @@ it reads only the files of the run's folder.
 import argparse
 import base64
 import json
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import chain
 from pathlib import Path
-from string import Template
 
 import numpy as np
 
@@ -31,9 +29,12 @@ def _keys_of(rows, pattern):
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
-def _curve(rows, key):
-    """Returns the curve of the metric `key`: step -> value."""
-    return {row["step"]: row[key] for row in rows if key in row}
+def _values(runs, key):
+    """Returns the steps at which a run has a value of the metric `key`, and an array (runs, steps) of the
+    values. A missing value is NaN. runs: the rows of each run."""
+    curves = [{row["step"]: row[key] for row in rows if key in row} for rows in runs]
+    steps = sorted(set(chain(*curves)))
+    return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
 
 
 def _read_json(path):
@@ -41,16 +42,20 @@ def _read_json(path):
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
-    """Returns name of a recipe -> its runs. A recipe is a group of runs whose config.json files differ only
-    in `seed` and `out`. A run without config.json is a recipe of its own."""
+def _flags(run):
+    """Returns the flags of a run without `seed` and `out`: --name -> value as text. Returns {} if there is no
+    config.json."""
+    return {f"--{name}": str(value) for name, value in _read_json(run / "config.json").items()
+            if name not in ("seed", "out")}
+
+
+def recipes(runs: Sequence[Path]) -> list[list[Path]]:
+    """Returns the runs of each recipe. A recipe is a group of runs whose config.json files differ only in
+    `seed` and `out`. A run without config.json is a recipe of its own."""
     groups = {}
     for run in dict.fromkeys(runs):
-        config = _read_json(run / "config.json") or {"run": str(run)}
-        same = json.dumps({field: value for field, value in config.items() if field not in ("seed", "out")})
-        groups.setdefault(same, []).append(run)
-    return {f"{group[0]} ({len(group)} seeds)" if len(group) > 1 else str(group[0]): group
-            for group in groups.values()}
+        groups.setdefault(str(_flags(run) or run), []).append(run)
+    return list(groups.values())
 
 
 # --- curves
@@ -58,109 +63,124 @@ def recipes(runs: Iterable[Path]) -> dict[str, list[Path]]:
 # The panels of a plot. Columns: title of the panel; regular expression for the metrics; scale of the axis
 # ("share" includes 0 and 1, "variance" ends at -1 and 1). A plot of one recipe has a line for each metric. A
 # plot of several recipes has a panel for each metric, with a line for each recipe.
-PANELS = [re.split("  +", row) for row in r"""
-reward                                reward                               share
-held-out accuracy                     eval/.+/avg@\d+                      share
-response length (tokens)              response_len(/right|/wrong)?         linear
-shares                                truncated|uniform_groups|clip_share  share
-entropy (nats a token)                entropy                              linear
-gradient norm                         grad_norm/.+                         log
-|engine − trainer| log-prob (nats)    logp_gap/(mean|max)                  log
-critic: explained variance (≥ −1)     explained_variance                   variance
-reflections (a response)              reflections                          share
-tokens a second                       tokens_per_s                         linear
-seconds a step        time/(step|rollout|critic|policy|eval|wait|sync)     linear
-""".strip().splitlines()]
+PANELS = [
+    ("reward", "reward", "share"),
+    ("held-out accuracy", r"eval/.+/avg@\d+", "share"),
+    ("response length (tokens)", "response_len(/right|/wrong)?", "linear"),
+    ("shares", "truncated|uniform_groups|clip_share", "share"),
+    ("entropy (nats a token)", "entropy", "linear"),
+    ("gradient norm", "grad_norm/.+", "log"),
+    ("|engine − trainer| log-prob (nats)", "logp_gap/(mean|max)", "log"),
+    ("critic: explained variance (≥ −1)", "explained_variance", "variance"),
+    ("reflections (a response)", "reflections", "share"),
+    ("tokens a second", "tokens_per_s", "linear"),
+    ("seconds a step", "time/(step|rollout|critic|policy|eval|wait|sync)", "linear")]
 
 
-def _draw(figure, title, lines, scale):
-    """Draw a panel of a plot. lines: label of a line -> the curves (step -> value) of its runs. scale: a word
-    of PANELS. A line shows the mean of the runs, at the steps where all runs have a value. A band shows the
-    range from the lowest to the highest run."""
-    axis = figure.add_subplot(xlabel="step")
-    for label, curves in lines.items():
-        steps = sorted(set(chain(*curves)))
-        values = np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
-        line, = axis.plot(steps, values.mean(0), ".-", markersize=4, label=shorten(label, 48))
+def _draw(axis, lines, scale):
+    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. scale: a word of PANELS. A
+    line shows the mean of the runs, at the steps where all runs have a value. A band shows the range from the
+    lowest to the highest run. Each line has shorter dashes than the line before, so that equal lines show."""
+    for i, (label, (steps, values)) in enumerate(lines.items()):
+        gap = i % 3 * 4
+        line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
         axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
-                          alpha=0.2, linewidth=0)
+                          alpha=0.2)
     if scale == "log":
         axis.set_yscale("log")
     elif scale == "variance":  # cuts off the values of a new critic, which are far below -1
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
         axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes 0 and 1
-    figure.suptitle(title, fontsize=12)
-    if len(lines) > 1:
-        figure.legend(loc="outside lower center", fontsize=9, frameon=False)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
-    """Draw the curves of the runs and write the picture to the file `to`. Raises OSError if the file can't be
-    written, and ValueError for an unknown type of picture."""
+    """Draw the curves of the runs and write the picture to the file `to`. The top of the picture says which
+    runs they are. Raises OSError if the file can't be written, and ValueError for an unknown type of
+    picture."""
     from matplotlib.figure import Figure
 
-    data = {name: [read_metrics(run) for run in group] for name, group in recipes(runs).items()}
-    every_row, panels = list(chain(*chain(*data.values()))), []
+    data = {f"{group[0]}: {facts(group)['run']}": [read_metrics(run) for run in group]
+            for group in recipes(runs)}
+    alone, panels = len(data) == 1, []
     for title, pattern, scale in PANELS:
-        keys = _keys_of(every_row, pattern)
-        if len(data) == 1:
-            lines = {key: [_curve(rows, key) for rows in chain(*data.values())] for key in keys}
-            panels += [(title, lines, scale)] if lines else []
-        else:
-            panels += [(key, {name: [_curve(rows, key) for rows in group] for name, group in data.items()},
-                        scale) for key in keys]
-    height = max(1, math.ceil(len(panels) / 3))
-    figure = Figure(figsize=(13.2, 3.6 * height), dpi=130, layout="constrained")
-    for part, panel in zip(figure.subfigures(height, 3).flat, panels, strict=False):
-        _draw(part, *panel)
+        keys = _keys_of(chain(*chain(*data.values())), pattern)
+        for together in [keys] if alone else [[key] for key in keys]:
+            lines = {key if alone else name: _values(group, key)
+                     for key in together for name, group in data.items()}
+            if lines:
+                panels.append((title if alone else together[0], lines, scale))
+    height = (len(panels) + 2) // 3 or 1
+    figure = Figure(figsize=(13.2, 3.8 * height), dpi=130, layout="constrained")
+    for place, (title, lines, scale) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, place, title=title, xlabel="step")
+        _draw(axis, lines, scale)
+        if alone:
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+    if alone:
+        figure.suptitle(*data)
+    else:  # all panels have the same lines
+        figure.legend(handles=axis.lines, loc="outside upper left")
     figure.savefig(to)
 
 
 # --- text
 
 
-def facts(run: Path) -> dict[str, str]:
-    """Returns the summary of a run, name -> text: algorithm, model, steps, seconds, number of alarms, and the
-    first, last and best value of the reward and of the metrics of the held-out problems."""
-    rows, config = read_metrics(run), _read_json(run / "config.json")
-    seconds = _curve(rows, "time/step").values()
+def facts(runs: Sequence[Path]) -> dict[str, str]:
+    """Returns the summary of a recipe, name -> text: algorithm, seeds and model, steps, number of alarms, and
+    the first, last and best value of the reward and of the metrics of the held-out problems. The values are
+    means over the runs, at steps where all runs have a value. ± is the last value's standard error: over
+    several runs, or over the problems of a single run."""
+    data, configs = [read_metrics(run) for run in runs], [_read_json(run / "config.json") for run in runs]
+    config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
+    times = np.nanmean(_values(data, "time/step")[1], 0)
     found = {
-        "algorithm": f"{config.get('algo', '–')}, seed {config.get('seed', '–')}",
-        "model": f"{config.get('model', '–')}",
-        "steps": f"{len(seconds)} of {config.get('steps', '–')} in {sum(seconds) / 60:.1f} minutes",
-        "alarms": f"{len(read_jsonl(run / 'alarms.jsonl'))}"}
-    for key in _keys_of(rows, "reward|eval/.+@.+"):
-        curve = _curve(rows, key)
-        best = max(curve, key=curve.get)
-        values = list(curve.values())
-        found[key] = f"{values[0]:.3f} → {values[-1]:.3f} (best {curve[best]:.3f} at step {best})"
+        "run": f"{config.get('algo', '–')}, seed {seeds}, model {config.get('model', '–')}",
+        "steps": f"{len(times)} of {config.get('steps', '–')} in {sum(times) / 60:.1f} minutes",
+        "alarms": f"{sum(len(read_jsonl(run / 'alarms.jsonl')) for run in runs)}"}
+    for key in _keys_of(chain(*data), "reward|eval/.+@.+"):
+        steps, values = _values(data, key)
+        common = np.isfinite(values).all(0)
+        steps, values = np.array(steps)[common], values[:, common]
+        if len(steps):
+            means = values.mean(0)
+            scores = values[:, -1] if len(runs) > 1 else _scores(*runs, key, steps[-1])
+            error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
+            best = f"(best {means.max():.3f} at step {steps[means.argmax()]})"
+            found[key] = f"{means[0]:.3f} → {means[-1]:.3f}{error} {best}"
     return found
 
 
+def _scores(run, key, step):
+    """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N. Returns [] for other
+    metrics, and if the run did not save the responses."""
+    problems = {}
+    for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl"):
+        if key.startswith(f"eval/{row['set']}/avg@"):
+            problems.setdefault(row["prompt_id"], []).append(row["reward"])
+    return list(map(np.mean, problems.values()))
+
+
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a table as text, with a column for each run. The lines are the `facts` of the runs and the
-    flags in which the runs differ."""
-    columns = [{"": str(run)} | facts(run) for run in runs]
-    configs = [_read_json(run / "config.json") for run in runs]
-    for field in dict.fromkeys(chain(*configs)):
-        values = [str(config.get(field, "–")) for config in configs]
-        if field != "out" and len(set(values)) > 1:
-            for column, value in zip(columns, values, strict=True):
-                column[f"--{field}"] = value
-    table = [[field, *(column.get(field, "–") for column in columns)]
-             for field in dict.fromkeys(chain(*columns))]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+    """Returns the `facts` of the recipes, and the flags in which they differ, as text of at most 100 columns.
+    Each fact and flag has a line for each recipe."""
+    columns = {str(group[0]): facts(group) | _flags(group[0]) for group in recipes(runs)}
+    lines = []
+    for field in dict.fromkeys(chain(*columns.values())):
+        cells = {name: column.get(field, "–") for name, column in columns.items()}
+        if field[:2] != "--" or len(set(cells.values())) > 1:
+            lines.append(field)
+            lines += [f"  {shorten(name, 40):40}  {shorten(cell, 56)}" for name, cell in cells.items()]
+    return "\n".join(lines) + "\n\n± standard error, over the runs; of a single run, over the problems"
 
 
 def story(run: Path) -> str:
-    """Returns the summary of a run as text: its settings and results (`compare`), three held-out problems
-    with responses of the base model and of the trained model, the last five alarms, and the paths of the
-    run's files."""
-    lines = [compare([run])]
+    """Returns the summary of a run as text: its `facts`, three held-out problems with responses of the base
+    model and of the trained model, the last five alarms, and the paths of the run's files."""
+    lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
         for base, trained in zip(read_jsonl(files[0])[:3], read_jsonl(files[-1]), strict=False):
@@ -169,34 +189,27 @@ def story(run: Path) -> str:
                 lines.append(f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl")[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
-    return "\n".join(lines) + f"""
-
-report   {run}/report.html
-plot     {run}/plot.png
-metrics  {run}/metrics.jsonl  (tensorboard --logdir {run}/tb)
-model    {run}/export/policy"""
+    return "\n".join([
+        *lines, "", f"report   {run}/report.html", f"plot     {run}/plot.png",
+        f"metrics  {run}/metrics.jsonl  (tensorboard --logdir {run}/tb)", f"model    {run}/export/policy"])
 
 
 # --- the HTML page
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8">
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>$title</title>
 <style>
-body { font: 15px sans-serif; max-width: 1200px; margin: auto } img { width: 100% }
-pre, td { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top }
-pre { background: #f4f4f4; max-height: 24em; overflow-y: auto }
+body { font: 15px sans-serif; max-width: 1200px; margin: auto; padding: 0 8px }
+img { width: 100%; min-width: 800px }
+div, table { display: block; overflow: auto }
+td { vertical-align: top; overflow-wrap: anywhere; padding: 0 8px }
+td:first-child { white-space: nowrap }
+pre { background: #f4f4f4; overflow: auto }
+article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SAMPLE = """<article><b>$graded: $reason</b>, answer $answer, reward $reward, $tokens tokens
-Gold answer $gold: $problem<pre>$response</pre></article>"""
 SHOWN = 16  # number of responses that the page shows for a step
-
-
-def _fill(template, values):
-    """Returns the template with values[name] in place of each $name. The values are escaped, because a
-    response may contain HTML."""
-    return Template(template).substitute({name: escape(str(value)) for name, value in values.items()})
 
 
 def _table(rows):
@@ -217,29 +230,39 @@ def _samples(run, kind):
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
         rows = read_jsonl(file)
-        cards = [_fill(SAMPLE, row | {"graded": "right" if row["reward"] >= 1 else "wrong"})
-                 for row in rows[::len(rows) // SHOWN + 1]]
-        html += _fold(f"{kind}/{file.name}", "".join(cards))
+        cards = "".join(map(_card, rows[::len(rows) // SHOWN + 1]))
+        html += _fold(f"{kind}/{file.name}", cards)
     return html
+
+
+def _card(row):
+    """Returns a response as HTML. The texts of an environment (--env) are marked. All texts are escaped,
+    because they may contain HTML."""
+    grade = f"{'✓' if row['reward'] >= 1 else '✗'} {row['reason']}, reward {row['reward']}"
+    answers = f"answer {row['answer']}, gold answer {row['gold']}, {row['tokens']} tokens"
+    texts = [f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)
+             for i, text in enumerate(row.get("segments", [row["response"]]))]
+    return (f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
+            f"{escape(row['problem'])}<pre>{''.join(texts)}</pre></article>")
 
 
 def write_report(run: Path) -> None:
     """Write plot.png and report.html into the folder of a run. Raises OSError."""
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
-    alarms = [(f"step {alarm['step']}", alarm["text"]) for alarm in read_jsonl(run / "alarms.jsonl")]
+    alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl")]
     plan = "\n".join(as_text(_read_json(run / "plan.json")))
-    last = {key: value for row in read_metrics(run) for key, value in row.items()}
+    last = dict(chain(*map(dict.items, read_metrics(run))))  # metric -> its last value
     sections = {
-        "Summary": _table(facts(run).items()),
-        "Alarms": _table(alarms) if alarms else "None was raised.",
-        "Curves": f'<img alt="curves" src="data:image/png;base64,{picture}">',
+        "Summary (± standard error)": _table(facts([run]).items()),
+        "Alarms (step, text)": _table(alarms) if alarms else "None was raised.",
+        "Curves": f'<div><img alt="curves" src="data:image/png;base64,{picture}"></div>',
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
         "Numbers": _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items()))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
         + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
-    page = _fill(PAGE, {"title": run.resolve().name}) + "".join(
+    page = PAGE.replace("$title", escape(run.resolve().name)) + "".join(
         f"<h2>{title}</h2>{html}" for title, html in sections.items() if html)
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
@@ -254,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors("tools.report"):
         args = parser.parse_args(argv)
         for run in args.runs:
-            require(bool(read_metrics(run)), f"no metrics in {run}",
-                    "the folder of a run that has logged a step (train.py's --out, with metrics.jsonl in it)")
+            require(bool(read_metrics(run)), f"no metrics in {run}/metrics.jsonl",
+                    "the folder of a run that has logged a step (train.py's --out)")
         if len(args.runs) == 1 and not args.out:
             write_report(*args.runs)
             show(story(*args.runs))
