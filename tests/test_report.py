@@ -125,7 +125,8 @@ def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
         for name in ("e", "other") for i in range(4) for j in range(2)))
     text = compare(runs)
     assert max(map(len, text.splitlines())) <= 100 and text.endswith("a single run, over the problems")
-    cells = {field: list(values) for field, *values in re.findall(r"^(\S+)\n  \S.* {2,}(\S.*)\n  \S.* {2,}(\S.*)$", text, re.M)}
+    cells = {field: list(values) for field, *values in re.findall(
+        r"^(\S+)\n  \S.* {2,}(\S.*)\n  \S.* {2,}(\S.*)$", text, re.M)}
     assert {key for key in cells if key.startswith("--")} == {f"--{field}" for field in changes}
     assert cells["--algo"] == ["ppo", "grpo"] and "seed 1, 2" in cells["run"][1]
     assert cells["eval/e/avg@2"] == ["0.750 → 0.500 ± 0.204 (best 0.750 at step 10)",
