@@ -92,185 +92,151 @@ def test_every_extractor_takes_linear_time(name, unit):
     assert min(seconds(100_000) for _ in range(3)) < 100 * seconds(5_000) + 0.1
 
 
-# --- equality: in a line of RIGHT all answers are equal; in a line of WRONG none equals the first
+# --- equality. Each line: gold ~ right answer ~ right answer ~~ wrong answer ~ wrong answer
 
-RIGHT = [line.split(" ~ ") for line in r"""
-\frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23
-12 ~ 12. ~ 012 ~ +12 ~ 12.0
+
+def lines(text: str) -> list[list[list[str]]]:
+    """Returns, for each line, the right answers (the first is the gold answer) and the wrong answers."""
+    rows = text.replace("\\u200b", "\u200b").strip().splitlines()
+    return [[part.split(" ~ ") for part in f"{row} ~~ ".split(" ~~ ")[:2]] for row in rows]
+
+
+REWRITES = lines(r"""
+\frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23 ~~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3} ~ 4+\frac23
+12 ~ 12. ~ 012 ~ +12 ~ 12.0 ~~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ 7 {5}
+12 ~~ \sqrt{144} ~ \binom{12}{1} ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7{5} ~ 12+1i ~ 12+0.5i
 (-1,6) ~ (-1,6).
 120^\circ ~ 120^\circ. ~ \boldsymbol{120°} ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
 10\text{ meters} ~ 10\,\text{m} ~ 10 meters ~ 10 ~ x=10\text{ meters}
 10080 ~ 10\,080 ~ 10{,}080 ~ 10,\!080 ~ 10,080
-(2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty)
+(2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty) ~~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ 2
+(2,\infty) ~~ (-\infty,2)
 x\le3 ~ (-\infty,3] ~ x \leq 3 ~ x ≤ 3 ~ 3\ge x
-[1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1
-(-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1)
+[1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1 ~~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
+(-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1) ~~ (-\infty,1] \cup (2,\infty) ~ x>2
+(-\infty,1)\cup(2,\infty) ~~ 1<x<2
 x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
-52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9
+52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9 ~~ 52_8 ~ 52 ~ 47 ~ 529
 7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
 3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117} ~ \sqrt{13}\times3
 -\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2} ~ -2.50
 30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4 ~ 30,000
-a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2
-(1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1
-\frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.(3) ~ 0.3(3) ~ 0.333333333
+a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2 ~~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1) ~ a=1, a=2
+a=1, b=2 ~~ (b,a)=(1,2)
+(1,2) ~ \big(1,2\big) ~ (x,y)=(1,2) ~ x=1, y=2 ~ y=2, x=1 ~~ \{1,2\} ~ (2,1) ~ 1,2 ~ [1,2] ~ (12) ~ x=2, y=1
+\frac{1}{3} ~ 0.\overline{3} ~ 0.\bar{3} ~ 0.(3) ~ 0.3(3) ~ 0.333333333 ~~ 0.3 ~ 0.333 ~ 0.3333 ~ 0.(4)
+\frac{1}{3} ~~ 0.0\overline{3}
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
-6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i
+6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i ~~ 6+5i ~ 6-5 ~ (6,-5)
 81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
-28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2
+28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2 ~~ 28 dozen pizzas ~ 28 or more pizzas ~ 12abc
 \frac{1000001}{7} ~ 142857.285714 ~ 142857.3
 5\text{ cm}^2 ~ 5 square centimeters ~ 5 ~ 5\text{ sq cm}
 60\text{ km/h} ~ 60\text{ km per hour} ~ 60
 \$18.90 ~ 18.90 ~ 18.9 dollars ~ $18.90
 5000000 ~ 5 million
-ABC ~ \text{ABC}
+ABC ~ \text{ABC} ~~ CBA ~ AB ~ A, B, C
 \text{(C)} ~ C ~ (C) ~ C.
-\text{Evelyn} ~ evelyn ~ Evelyn.
-5\% ~ 0.05 ~ 5 percent ~ \frac{1}{20}
-3:4 ~ 3 : 4 ~ \frac34 ~ 3 to 4
-2:30\text{ p.m.} ~ 2:30 PM ~ 2:30
-1\pm\sqrt2 ~ 1+\sqrt2, 1-\sqrt2
-\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix}
-y=2x+1 ~ 2x+1 ~ 2x-y+1=0
+\text{Evelyn} ~ evelyn ~ Evelyn. ~~ Evelin ~ not Evelyn ~ Evelyn and Bob
+5\% ~ 0.05 ~ 5 percent ~ \frac{1}{20} ~~ 5 ~ 0.5
+3:4 ~ 3 : 4 ~ \frac34 ~ 3 to 4 ~~ 4:3 ~ 3,4
+2:30\text{ p.m.} ~ 2:30 PM ~ 2:30 ~~ 2:30 AM
+1\pm\sqrt2 ~ 1+\sqrt2, 1-\sqrt2 ~~ 1+\sqrt2
+\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix} ~~ \begin{pmatrix}1&2\end{pmatrix}
+\begin{pmatrix}1\\2\end{pmatrix} ~~ \begin{pmatrix}2\\1\end{pmatrix}
+y=2x+1 ~ 2x+1 ~ 2x-y+1=0 ~~ y=2x-1 ~ y>2x+1 ~ z=2x+1
 \emptyset ~ \varnothing ~ \{\}
-809 ~ m+n = 809 ~ mn=809 ~ |AB| = 809 ~ [ABC]=809 ~ S_{ABC}=809 ~ m + n = 800 + 9 = 809
-90^\circ ~ \angle ABC = 90^\circ ~ m\angle B = 90
+\emptyset ~ \text{empty set} ~ the empty set
+809 ~ m+n = 809 ~ mn=809 ~ |AB| = 809 ~ [ABC]=809 ~ S_{ABC}=809 ~ m + n = 800 + 9 = 809 ~~ m+n=808 ~ 2x=809
+809 ~~ -x=809 ~ m+n=809+1 ~ 809=m+n+1 ~ |AB|<809 ~ [x]=808 ~ f(809)=3
+90^\circ ~ \angle ABC = 90^\circ ~ m\angle B = 90 ~~ 90\text{ radians}
 (3,\frac{\pi}{2}) ~ (r,\theta)=(3,\frac{\pi}{2}) ~ (\rho, \theta) = (3, \pi/2)
 \frac56 ~ \frac56\approx0.833 ~ x=\frac56\approx0.83 ~ $\frac56$. ~ \boxed{\frac56} ~ \mathbf{\frac{5}{6}}
-13 ~ \text{The answer is } 13 ~ The answer is 13. ~ \text{Final answer: }13 ~ \text{The area is }13
-13 ~ **13** ~ \color{red}{13} ~ \textcolor{blue}{13} ~ 13 \checkmark ~ $\boxed{13}$. ~ 13+0i
-\text{Tuesday} ~ The answer is Tuesday. ~ Answer: Tuesday
-3\pmod7 ~ 3\bmod 7 ~ 3 \pmod{7} ~ 3 (mod 7) ~ 3\ (\bmod\ 7)
-x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7)
-[-1,0)\cup(0,1] ~ [-1,0)\bigcup(0,1] ~ [-1,1]\setminus\{0\}
+\frac56 ~~ \frac65\approx0.833 ~ \frac56\approx95\% ~ \frac65\approx\frac56 ~ 0.833\approx\frac56 ~ 5\boxed{6}
+\frac56 ~~ \boxed{\frac56}\boxed{1} ~ 5\mathbf{6}
+13 ~ \text{The answer is } 13 ~ The answer is 13. ~ \text{Final answer: }13 ~ \text{The area is }13 ~~ July 13
+13 ~ **13** ~ \color{red}{13} ~ \textcolor{blue}{13} ~ 13 \checkmark ~ $\boxed{13}$. ~ 13+0i ~~ wrong: 13
+13 ~~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13 ~ The answer is 13 or 14
+13 ~~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1
+\text{Tuesday} ~ The answer is Tuesday. ~ Answer: Tuesday ~~ The answer is not Tuesday ~ It is not Tuesday
+\text{Tuesday} ~~ The answer is Thursday
+3\pmod7 ~ 3\bmod 7 ~ 3 \pmod{7} ~ 3 (mod 7) ~ 3\ (\bmod\ 7) ~~ 3 ~ 7\pmod3 ~ 3\pmod8 ~ 4\pmod7 ~ \pm3
+x\equiv3\pmod7 ~ x \equiv 3 \mod 7 ~ x\equiv 3\ (\text{mod }7) ~~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8
+x\equiv3\pmod7 ~~ y\equiv3\pmod7
+[-1,0)\cup(0,1] ~ [-1,0)\bigcup(0,1] ~ [-1,1]\setminus\{0\} ~~ [-1,1] ~ (-1,1)\setminus\{0\}
+[-1,0)\cup(0,1] ~~ [-1,1]\setminus\{1\} ~ [-1,1]\setminus\{0.5\} ~ [-1,1]\setminus\{5\}
 (-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0,1\} ~ \mathbb{R} \backslash \{1, 0\}
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~~ \mathbb{R}\setminus\{0\} ~ \mathbb{R}\setminus(0,1)
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~~ \mathbb{R}\setminus\{0,2\}
 \begin{pmatrix}\frac12&0\\0&-1\end{pmatrix} ~ \frac12\begin{pmatrix}1&0\\0&-2\end{pmatrix}
 \begin{pmatrix}1\\-3\end{pmatrix} ~ \left[\begin{array}{r}1\\[4pt]-3\end{array}\right]
-\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{bmatrix}-1\\3\end{bmatrix}
-2^{1007} ~ 2^{1,007}
+\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{bmatrix}-1\\3\end{bmatrix} ~~ 2\begin{pmatrix}1\\-3\end{pmatrix}
+\begin{pmatrix}1\\-3\end{pmatrix} ~~ -\begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\-3\end{pmatrix}^T
+\begin{pmatrix}1\\-3\end{pmatrix} ~~ \det\begin{pmatrix}1\\-3\end{pmatrix}
+\begin{pmatrix}1\\-3\end{pmatrix} ~~ \begin{pmatrix}1\\0\end{pmatrix}-\begin{pmatrix}0\\3\end{pmatrix}
+2^{1007} ~ 2^{1,007} ~~ 2^{1,008} ~ 2^{1,07}
 \frac{1234}{5} ~ \frac{1,234}{5}
 7{:}45 ~ 7:45
-3\sqrt[3]{4} ~ 3\sqrt[3]4
-\binom{10}{3} ~ {10 \choose 3} ~ \binom{10}3
+3\sqrt[3]{4} ~ 3\sqrt[3]4 ~~ 3\sqrt[4]3 ~ 3\sqrt4
+\binom{10}{3} ~ {10 \choose 3} ~ \binom{10}3 ~~ {3 \choose 10} ~ \frac{10}{3}
 2\mathbf{i}-3\mathbf{j} ~ 2\hat{i}-3\hat{j} ~ 2\hat{\mathbf{i}}-3\hat{\mathbf{j}} ~ 2i-3j ~ 2\vec i-3\vec j
-\sin 50^\circ ~ \sin(50^\circ) ~ \sin 50° ~ \cos 40^\circ
-€45 ~ 45 ~ 45 euros
+2\mathbf{i}-3\mathbf{j} ~~ 2i-3 ~ 2-3\mathbf{j} ~ 3\mathbf{i}-2\mathbf{j} ~ 2\mathbf{i}
+\sin 50^\circ ~ \sin(50^\circ) ~ \sin 50° ~ \cos 40^\circ ~~ \sin 50 ~ \sin 40^\circ ~ 50^\circ
+\sin 50^\circ ~~ \cos 50^\circ
+€45 ~ 45 ~ 45 euros ~~ \$45 ~ £45 ~ 45 cents ~ €54
 £1,250 ~ 1250 ~ 1250 pounds
-9.8\text{ m/s}^2 ~ 9.8\ \mathrm{m\,s^{-2}} ~ 9.8\text{ m}\cdot\text{s}^{-2} ~ 9.8
+9.8\text{ m/s}^2 ~ 9.8\ \mathrm{m\,s^{-2}} ~ 9.8\text{ m}\cdot\text{s}^{-2} ~ 9.8 ~~ 9.8\text{ m/s}
+9.8\text{ m/s}^2 ~~ 9.8\ \mathrm{m\,s^{-1}} ~ 9.8\ \mathrm{m\,s^{2}}
 400\text{ ohms} ~ 400\ \Omega ~ 400
-\text{ellipse} ~ an ellipse ~ the ellipse ~ \text{an ellipse}
+\text{ellipse} ~ an ellipse ~ the ellipse ~ \text{an ellipse} ~~ not an ellipse ~ a circle
 \text{no solution} ~ no solutions
-\emptyset ~ \text{empty set} ~ the empty set
-\text{July }4 ~ July 4th
+\text{July }4 ~ July 4th ~~ 4 ~ June 4 ~ July 14
 0.5 ~ \frac{1}{2} ~ \frac12 ~ \tfrac{1}{2} ~ \dfrac{3}{6} ~ 1/2 ~ 50\%
 0.333333 ~ 1/3
-10^{-7} ~ 0.0000001
+10^{-7} ~ 0.0000001 ~~ 0 ~ 2\cdot10^{-7} ~ 0.0000002 ~ 0.0
 10 ~ 10\text{ cm} ~ \$10 ~ 10^\circ ~ x=10 ~ $10$
 0.75\pi ~ \frac{3\pi}{4}
-""".strip().splitlines()]
-
-WRONG = [line.split(" ~ ") for line in r"""
-\frac{14}{3} ~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3} ~ 4+\frac23
-4\frac{2}{3} ~ \frac{8}{3} ~ 42/3
-47 ~ 46 1 ~ 46+1
-31 ~ 1\,030
-12 ~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ \sqrt{144} ~ \binom{12}{1}
-52_9 ~ 52_8 ~ 52 ~ 47 ~ 529
-7 ~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more ~ 5$ $7
-(2,\infty) ~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ (-\infty,2) ~ 2
-[1,4) ~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
-(-\infty,1)\cup(2,\infty) ~ (-\infty,1] \cup (2,\infty) ~ 1<x<2 ~ x>2
-\frac{1}{3} ~ 0.3 ~ 0.333 ~ 0.3333 ~ 0.0\overline{3} ~ 0.(4)
-\pi ~ 3.14 ~ 3.1416 ~ \frac{22}{7}
-10^{-7} ~ 0 ~ 2\cdot10^{-7} ~ 0.0000002 ~ 0.0
-0.00001234 ~ 0.000012
-10\text{ cm} ~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
-\$5 ~ 5 cents ~ €5 ~ 5 million
-90^\circ ~ 90\text{ radians}
-28 ~ 28 dozen pizzas ~ 28 or more pizzas ~ 12abc
-ABC ~ CBA ~ AB ~ A, B, C
-(34) ~ (3,4)
-(3,4) ~ (34)
-D ~ D)
-5\text{ or }7 ~ 5
-x ~ X ~ x' ~ 2x
-C ~ c ~ B ~ CC
-\text{Evelyn} ~ Evelin ~ not Evelyn ~ Evelyn and Bob
-\text{even} ~ uneven ~ odd
-\text{isosceles} ~ isoscele ~ not isosceles
-5\% ~ 5 ~ 0.5
-5 ~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
-\frac73 ~ 2(\frac13) ~ (2)(\frac13)
-101_2 ~ 101 ~ 5
-101 ~ 101_2
-(1,2) ~ \{1,2\} ~ (2,1) ~ 1,2 ~ [1,2] ~ (12) ~ x=2, y=1
-\{1,2\} ~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
-1, 2, 3 ~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
-a=1, b=2 ~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1) ~ a=1, a=2 ~ (b,a)=(1,2)
-x=1, x=2 ~ x=1, y=2 ~ y=1, y=2 ~ (1,2)
-1<x<2 ~ x=1, y=2
-x=5 ~ y=5 ~ x\ne5 ~ x>5 ~ x-5=0 ~ 2x+3=13 ~ x=6
-y=2x+1 ~ y=2x-1 ~ y>2x+1 ~ z=2x+1
-6-5i ~ 6+5i ~ 6-5 ~ (6,-5)
-3:4 ~ 4:3 ~ 3,4
-2:30\text{ p.m.} ~ 2:30 AM
-2t ~ 2 ~ 2T
-\begin{pmatrix}1\\2\end{pmatrix} ~ \begin{pmatrix}1&2\end{pmatrix} ~ \begin{pmatrix}2\\1\end{pmatrix}
-1\pm\sqrt2 ~ 1+\sqrt2
-f(x)=x ~ f(x)=-x
-809 ~ m+n=808 ~ 2x=809 ~ -x=809 ~ m+n=809+1 ~ 809=m+n+1 ~ |AB|<809 ~ [x]=808 ~ f(809)=3
-x+y=5 ~ 5 ~ x-y=5 ~ x+z=5
-\pi ~ \pi\approx4x ~ 3.14\approx\pi
-\frac56 ~ \frac65\approx0.833 ~ \frac56\approx95\% ~ \frac65\approx\frac56 ~ 0.833\approx\frac56
-\frac56 ~ \boxed{\frac56}\boxed{1} ~ 5\boxed{6} ~ 5\mathbf{6}
-12 ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7 {5} ~ 7{5} ~ 12+1i ~ 12+0.5i
-13 ~ The answer is not 13 ~ The answer is at least 13 ~ The wrong answer is 13 ~ The answer is 13 or 14
-13 ~ wrong: 13 ~ \color{red}{1}3+1 ~ The answer is 31 ~ \text{no answer: }13 ~ sum is 12+1 ~ July 13
-\text{Tuesday} ~ The answer is not Tuesday ~ The answer is Thursday ~ It is not Tuesday
-3\pmod7 ~ 3 ~ 7\pmod3 ~ 3\pmod8 ~ 4\pmod7 ~ \pm3
-x\equiv3\pmod7 ~ x=3 ~ x\equiv4\pmod7 ~ x\equiv3\pmod8 ~ y\equiv3\pmod7
-[-1,0)\cup(0,1] ~ [-1,1] ~ (-1,1)\setminus\{0\} ~ [-1,1]\setminus\{1\}
-[-1,0)\cup(0,1] ~ [-1,1]\setminus\{0.5\} ~ [-1,1]\setminus\{5\}
-(-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0\} ~ \mathbb{R}\setminus(0,1)
-(-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0,2\}
-\begin{pmatrix}1\\-3\end{pmatrix} ~ 2\begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{pmatrix}1\\-3\end{pmatrix}
-\begin{pmatrix}1\\-3\end{pmatrix} ~ \det\begin{pmatrix}1\\-3\end{pmatrix}
-\begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\-3\end{pmatrix}^T
-\begin{pmatrix}1\\-3\end{pmatrix} ~ \begin{pmatrix}1\\0\end{pmatrix}-\begin{pmatrix}0\\3\end{pmatrix}
-2^{1007} ~ 2^{1,008} ~ 2^{1,07}
-3\sqrt[3]{4} ~ 3\sqrt[4]3 ~ 3\sqrt4
-\binom{10}{3} ~ {3 \choose 10} ~ \frac{10}{3}
-2\mathbf{i}-3\mathbf{j} ~ 2i-3 ~ 2-3\mathbf{j} ~ 3\mathbf{i}-2\mathbf{j} ~ 2\mathbf{i}
-\sin 50^\circ ~ \sin 50 ~ \sin 40^\circ ~ 50^\circ ~ \cos 50^\circ
-\sin 50 ~ \sin 50^\circ
-€45 ~ \$45 ~ £45 ~ 45 cents ~ €54
-9.8\text{ m/s}^2 ~ 9.8\text{ m/s} ~ 9.8\ \mathrm{m\,s^{-1}} ~ 9.8\ \mathrm{m\,s^{2}}
-\text{ellipse} ~ not an ellipse ~ a circle
-1\frac45 ~ 1-\frac45 ~ \frac{4}{5} ~ 1+\frac54+1
-\frac95 ~ 1+\frac45
-\text{July }4 ~ 4 ~ June 4 ~ July 14
-x^2+2x+2 ~ (x+1)^2
-1.2 ~ 1,2
-\frac{1}{2} ~ -\frac{1}{2} ~ 1/0 ~ 3/4 ~ x=5
-0.33 ~ 1/3
-2.8 ~ \sqrt{8}
-3.14 ~ \pi
-seat ~ east
-""".strip().splitlines()]
-
-
-@pytest.mark.parametrize(("gold", "answer"), [(row[0], answer) for row in RIGHT for answer in row])
-def test_rewritten_right_answers_are_right(gold, answer):
-    assert grade(answer, gold)
-
-
-@pytest.mark.parametrize(("gold", "answer"), [(row[0], answer) for row in WRONG for answer in row[1:]])
-def test_near_misses_are_wrong(gold, answer):
-    assert not grade(answer, gold)
-
-
-# Each line has a gold answer, then right answers, then wrong answers: gold ~ right ~ right ~~ wrong ~ wrong
-GOLDS = [[part.split(" ~ ") for part in line.split(" ~~ ")] for line in r"""
+4\frac{2}{3} ~~ \frac{8}{3} ~ 42/3
+47 ~~ 46 1 ~ 46+1
+31 ~~ 1\,030
+7 ~~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
+7 ~~ 5$ $7
+\pi ~~ 3.14 ~ 3.1416 ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
+0.00001234 ~~ 0.000012
+10\text{ cm} ~~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
+\$5 ~~ 5 cents ~ €5 ~ 5 million
+(34) ~~ (3,4)
+(3,4) ~~ (34)
+D ~~ D)
+5\text{ or }7 ~~ 5
+x ~~ X ~ x' ~ 2x
+C ~~ c ~ B ~ CC
+\text{even} ~~ uneven ~ odd
+\text{isosceles} ~~ isoscele ~ not isosceles
+5 ~~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
+\frac73 ~~ 2(\frac13) ~ (2)(\frac13)
+101_2 ~~ 101 ~ 5
+101 ~~ 101_2
+\{1,2\} ~~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
+1, 2, 3 ~~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
+x=1, x=2 ~~ x=1, y=2 ~ y=1, y=2 ~ (1,2)
+1<x<2 ~~ x=1, y=2
+x=5 ~~ y=5 ~ x\ne5 ~ x>5 ~ x-5=0 ~ 2x+3=13 ~ x=6
+2t ~~ 2 ~ 2T
+f(x)=x ~~ f(x)=-x
+x+y=5 ~~ 5 ~ x-y=5 ~ x+z=5
+\sin 50 ~~ \sin 50^\circ
+1\frac45 ~~ 1-\frac45 ~ \frac{4}{5} ~ 1+\frac54+1
+\frac95 ~~ 1+\frac45
+x^2+2x+2 ~~ (x+1)^2
+1.2 ~~ 1,2
+\frac{1}{2} ~~ -\frac{1}{2} ~ 1/0 ~ 3/4 ~ x=5
+0.33 ~~ 1/3
+2.8 ~~ \sqrt{8}
+3.14 ~~ \pi
+seat ~~ east
+""")
+GOLDS = lines(r"""
 1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665 ~ 1665^\circ C
 12 ~ 12\approx12.0 ~~ x=13=12 ~ 12\approx13 ~ 13\approx12 ~ 12=13=12
 \{2,3\} ~ \{2,2,3\} ~ 3,2 ~~ 2,2,3 ~ 2,3,3
@@ -336,14 +302,14 @@ x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
-""".replace("\\u200b", "\u200b").strip().splitlines()]
+""")
 
 
-@pytest.mark.parametrize("line", GOLDS, ids=lambda line: line[0][0])
-def test_golds_of_competitions(line):
-    (gold, *right), wrong = line
-    assert [answer for answer in right if not grade(answer, gold)] == []
-    assert [answer for answer in wrong if grade(answer, gold)] == []
+@pytest.mark.parametrize("line", REWRITES + GOLDS, ids=lambda line: line[0][0])
+def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
+    right, wrong = line
+    assert [answer for answer in right if not grade(answer, right[0])] == []
+    assert [answer for answer in wrong if grade(answer, right[0])] == []
 
 
 @pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
@@ -352,12 +318,11 @@ def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
         grade("z+1", gold)
 
 
-@pytest.mark.parametrize("line", RIGHT, ids=lambda line: line[0])
-def test_rewrites_equal_one_another(line):
-    """Any two answers in a line of RIGHT are equal. Lines with units or names are skipped, because `10 cm`
-    and `10 m` both equal `10` but not each other."""
-    if not any(mark in " ".join(line) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
-        assert all(grade(a, b) for a in line for b in line)
+@pytest.mark.parametrize("right", [right for right, _ in REWRITES], ids=lambda right: right[0])
+def test_rewrites_equal_one_another(right):
+    """Lines with units or names are skipped: `10 cm` and `10 m` both equal `10`, but not each other."""
+    if not any(mark in " ".join(right) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
+        assert all(grade(a, b) for a in right for b in right)
 
 
 @pytest.mark.parametrize("unit", [
@@ -377,7 +342,7 @@ def test_the_trainer_spends_little_on_any_answer(unit):
 
 
 def test_math_verify_is_asked_about_expressions_only():
-    pairs = [(answer, row[0]) for row in RIGHT + WRONG for answer in row[1:]]
+    pairs = [(x, right[0]) for right, wrong in REWRITES for x in right[1:] + wrong if x]
     sure = [pair for pair in pairs if not set("".join(pair)) & set("\\=√")]
     asked = [pair for pair in sure if quick_grade(*pair) is None]
     assert len(sure) > 60 and len(asked) < 0.2 * len(sure), asked
