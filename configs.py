@@ -248,7 +248,6 @@ class Config:
     stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
     go: bool = False  # start even if the check of the first responses or of the gold answers fails
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
-    verbose: bool = False  # print a table of memory and seconds each step
 
     def __post_init__(self) -> None:
         """Raises UserError for a value out of its range and for values that can't work together."""
@@ -528,7 +527,7 @@ MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks network deterministic recompute offload pack_len selfcheck verbose go
+    device dtype shard_ranks network deterministic recompute offload pack_len selfcheck go
     save_samples save_logps track ref_model reward env
 """.split())
 

@@ -88,19 +88,17 @@ class MemoryLedger:
         self.residual += self.readings["asleep"][0] - before
 
     def metrics(self) -> dict[str, float]:
-        """Returns metric -> value for the last `awake`, in GiB (mem/…) and seconds (time/…), and the peak of
-        this process's host memory since its start."""
+        """Returns metric -> value for the last `awake`: GiB at the end of each stage (mem/…), seconds
+        (time/…), and the peak of this process's host memory since its start."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
-        return {f"mem/{stage}_gb": self.readings[stage][0] for stage in ("trainer", "awake", "asleep")} | {
+        return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"], "time/sleep": seconds["asleep"],
             "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
 
-    def table(self) -> str:
-        """Returns the readings of the last `awake` as a text with one line for each stage."""
-        lines = [f"  {stage:10} {held:9.3f} {seconds:10.3f}"
-                 for stage, (held, seconds) in self.readings.items()]
-        return "\n".join(["memory (GiB)    held    seconds", *lines, f"  residual   {self.residual:9.3f}"])
+    def text(self) -> str:
+        """Returns the readings of the last `awake` as one line of text."""
+        return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
 
 
 # --- the base class
@@ -209,13 +207,14 @@ class Engine(abc.ABC):
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
         """Context manager: turns an exception into a RuntimeError, but not KeyboardInterrupt or SystemExit.
-        The message says what the engine failed to do (`doing`), and has the table of memory readings."""
+        The message says what the engine failed to do (`doing`), and has the memory readings."""
         try:
             yield
         except Exception as e:
             message = (str(e).strip().splitlines() or [""])[0]
             raise RuntimeError(
-                f"the engine failed {doing}: {type(e).__name__}: {message}\n{self.ledger.table()}\n"
+                f"the engine failed {doing}: {type(e).__name__}: {message}\n"
+                f"GiB in use: {self.ledger.text()}\n"
                 f"if memory was short: a smaller --engine_share ({self.cfg.engine_share}) or --max_num_seqs "
                 f"({self.cfg.max_num_seqs})") from e
 

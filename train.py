@@ -793,7 +793,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     requested.
 
     metrics: the metrics of this step's evaluation. start: time.perf_counter() at the start of the step."""
-    cfg, log, ledger = run.cfg, run.log, run.engine.ledger
+    cfg, log = run.cfg, run.log
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
             run.saver.save(step + 1, run.carried)
@@ -802,8 +802,6 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
-    if cfg.verbose:
-        log.say(ledger.table())
     for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
         log.alarm(f"grading failed: {ascii(error)}", step)
     return dist.stop_requested()

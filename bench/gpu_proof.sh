@@ -63,12 +63,12 @@ for part in $parts; do
         rm -rf "$WORK/run"
         "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
             --data "$WORK/model/train.jsonl" --steps 20 --prompts_per_step 16 --samples_per_prompt 8 --max_prompt_len 1024 \
-            --max_response_len 512 --max_model_len 0 --save_every 0 --verbose --go --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
+            --max_response_len 512 --max_model_len 0 --save_every 0 --go --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
             failed="$failed train"
         tail -n 40 "$WORK/train.out"
         if [ -f "$WORK/run/metrics.jsonl" ]; then
             cp "$WORK/run/metrics.jsonl" "$results/train.jsonl"
-            grep -A 10 'self-check\|memory (GiB)' "$WORK/train.out" > "$results/train-memory.txt" || true
+            grep 'self-check' "$WORK/train.out" > "$results/train-selfcheck.txt" || true
         fi
         "$PYTHON" -m bench.verdict "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
         tee "$results/verdict.jsonl" < "$WORK/verdict.out"

@@ -65,8 +65,8 @@ ALARMS = {
         lambda now, cfg: now["mem/residual_gb"] >= now["least_residual"] + 1,
         "the sleeping engine keeps {now[mem/residual_gb]:.1f} GiB of the device ({now[least_residual]:.1f} "
         "at its lowest), and memory will run out; a smaller --engine_share or --pack_len leaves more room; "
-        "the same command starts a fresh process from the last checkpoint; --verbose shows where memory "
-        "grows"),
+        "the same command starts a fresh process from the last checkpoint; the metrics mem/* show "
+        "where memory grows"),
 }
 
 

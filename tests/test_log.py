@@ -428,10 +428,11 @@ ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
-    "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
+    "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
     "reward/<part>/failed": dict(overlong_buffer=8)}
-ELSEWHERE = {"mfu", "response_len/right"}  # needs a GPU; needs a sample with reward 1
+# The first needs a GPU, the second vLLM, the third a sample with reward 1.
+ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):

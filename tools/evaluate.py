@@ -157,7 +157,7 @@ class EvalConfig(Config):
 EVAL_FLAGS = tuple("""
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
-    eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go verbose save_logps
+    eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
     write_rows
 """.split())  # the flags that an evaluation uses
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # of --write_rows
