@@ -91,7 +91,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if cuda:
         gpus = torch.cuda.device_count()
         require(local_rank < gpus, f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
-                f"at most {gpus} ranks a machine (torchrun --nproc-per-node), or --device cpu")
+                f"{f'at most {gpus} ranks a machine, or ' if gpus else ''}--device cpu")
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():

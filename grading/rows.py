@@ -122,7 +122,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         choices."""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
-    _check_text(turns[-1][1] if turns else None, "problem", row, where)
+    _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
     choices = _choices(fields, where)
     kind = fields.get("reward")
     if kind is None:
@@ -142,7 +142,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
-    _check_text(answer, "answer", row, where)
+    _check_text(answer, "answer", _gold(fields), row, where)
     dataset = _dataset(fields, where)
     texts = [answer, dataset, *(content for role, content in turns)]
     require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
@@ -168,8 +168,11 @@ def _first(fields, *names):
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
-def _check_text(text, name, row, where):
-    """Raises UserError if `text` is None or has no visible character. name: "problem" or "answer"."""
+def _check_text(text, name, value, row, where):
+    """Raises UserError if `text` is None or has no visible character. name: "problem" or "answer".
+    value: what `text` was read from"""
+    require(text is not None or not value, f"{where} has no {name} as text (found: {value!a:.80})",
+            EXAMPLE)
     if text is None or not text.strip(INVISIBLE):
         found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
         raise UserError(f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}")
@@ -407,5 +410,6 @@ def _errors_named(where):
     try:
         yield
     except Exception as e:  # json and pyarrow raise many types of errors
-        raise UserError(f"{where} can't be read ({' '.join(str(e).split()):.200}); needed: JSON in UTF-8 "
-                        "(one object a line, or a list), or an intact .parquet file") from None
+        raise UserError(f"{where} can't be read ({' '.join(str(e).split()):.200}); "
+                        "needed: JSON in UTF-8 (one object a line; in a .json file also a list), "
+                        "or an intact .parquet file; CSV is not read") from None

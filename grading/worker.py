@@ -61,7 +61,7 @@ MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, be
 ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
 LATE = 8  # the run ends if users' functions time out this number of times in a row
-TELL = 10  # after each 10 seconds, `results` says what it waits for
+TELL = 10  # after each 10 seconds, a Grader says what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
 # A user's file may import its own modules with the names `grading` and `configs`. So the server runs this
@@ -150,9 +150,11 @@ def _reply(*request):
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
+        if not isinstance(text, str):
+            raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        text = text.encode().decode()  # raises an error unless `text` is a str that UTF-8 can encode
+        text.encode()  # raises an error unless UTF-8 can encode `text`
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
     return Reply(text, reward, bool(done))
@@ -392,7 +394,7 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
             found[spec] = _import_function(spec, arguments)
             files[spec] = user_files(spec)
     except (Exception, SystemExit) as error:
-        found = f"{spec} ({_message(error, spec)})"
+        found = f"{'--env' if arguments == TURN else '--reward'} {spec} ({_message(error, spec)})"
     os.write(replies, json.dumps([0, (found, files), 0]).encode() + b"\n")
     if isinstance(found, str):
         _die()
@@ -423,7 +425,7 @@ class Grader(AbstractContextManager):
     env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
                 the same deadline. The result must depend only on the arguments, because the function may be
                 called twice for one turn.
-    say         prints what `results` waits for
+    say         prints what the Grader waits for
     stop        `results` waits only while this list is empty; a signal that stops the run fills the list
 
     A function that waits, for example for a server, declares `seconds`, its deadline in wall time, and
@@ -446,7 +448,7 @@ class Grader(AbstractContextManager):
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # user's function -> the result of `_import_function`; a failed import: its message
         self.files = {}  # user's function -> its `user_files` when it was imported
-        self._late = 0  # number of timeouts of users' functions in a row
+        self._late = 0  # number of timeouts and dead workers in a row, of users' functions
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
         self._told = 0  # number of messages in `errors` that new_errors has already returned
@@ -460,11 +462,18 @@ class Grader(AbstractContextManager):
         self._process = None  # the server's process
         if functions:
             self._start()
-            while self.known is None and self._exchange(self.patience):
-                pass  # the server imports the functions
+            now = told = time.monotonic()
+            end = now + self.patience
+            # `_exchange` also reads what a server wrote before it ended
+            while self.known is None and now < end and (self._process.poll() is None or self._exchange(0)):
+                self._exchange(1.0)
+                now = time.monotonic()
+                if now - told > TELL:
+                    told = now
+                    say(f"waits for the import of {' '.join(functions)}")
             if not isinstance(self.known, dict):
                 self.close()
-                found = self.known or f"{env or customs}: its import ends the process"
+                found = self.known or f"{' '.join(functions)}: its import ends the process, or does not end"
                 raise UserError(f"can't use {found}; "
                                 f"needed: {SPEC}, a function of ({', '.join(SCORE)}) or of some of "
                                 f"({', '.join(SCORE + MORE)}); --env: of ({', '.join(TURN)})")
@@ -650,11 +659,13 @@ class Grader(AbstractContextManager):
             return
         for request, (value, reason, error) in zip(requests, outcomes, strict=True):
             if request[0] != "compare":
-                self._late = (self._late + 1) * (reason == "timeout")
+                late = reason == "timeout" or "WorkerDied" in (error or "")
+                self._late = (self._late + 1) * late
                 if self._late >= max(LATE, 2 * self.known[request[1]][2]):
-                    self.failure = (f"{request[1]} timed out {self._late} times in a row; needed: a function "
-                                    "that ends in time, a larger --grade_deadline, or `seconds = …` in its "
-                                    "file")
+                    self.failure = (f"{request[1]} timed out or ended its process "
+                                    f"{self._late} times in a row; needed: a function "
+                                    "that returns in time, a larger --grade_deadline, "
+                                    "or `seconds = …` in its file")
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import secrets
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.lock import FolderLock
 from model import folder_fingerprint, load_config, load_tokenizer
-from rollout import Sets, accuracy, graders_of, terms_of
+from rollout import Sets, accuracy, extractors, graders_of, terms_of
 from tools import plan
 
 # --- the machines
@@ -362,23 +363,26 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     found = Counter(dist.gather_all(
         name for s in samples if s.reason == "unparsed"
         for name in readers(s.policy_text) if name != "whole"))
-    extractors = ", ".join(f"{name} in {n}" for name, n in found.most_common())
-    if extractors:
+    others = ", ".join(f"{name} in {n}" for name, n in found.most_common())
+    if others:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} responses; "
-            f"others would: {extractors}\n")
+            f"others would: {others}\n")
     require(cfg.go or cut <= total / 2,
-            f"{cut} of the first {total} responses were cut at --max_response_len {cfg.max_response_len} and "
-            "score 0",
+            f"{cut} of the first {total} responses were cut at "
+            f"--max_response_len {cfg.max_response_len} and score 0",
             "a larger --max_response_len, a --template or --stop that lets responses end, or --go to train "
             "anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
     scored = any(dist.gather(any(s.reward for s in samples))) or not any(t.weight for t in terms_of(cfg))
     first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
-    remedy = {"unparsed": f"an --extractor that finds answers ({extractors or 'none does'}), or a --template "
+    remedy = {"unparsed": f"an --extractor that finds answers ({others or 'none does'}), or a --template "
                           "that asks for the format of --extractor",
-              "error": "a --reward that doesn't raise", "timeout": "a larger --grade_deadline"}
+              "error": f"{'an --env' if cfg.env else 'a --reward'} that doesn't raise",
+              "timeout": "a larger --grade_deadline"}
     require(cfg.go or scored, f"all of the first {total} responses score 0 (most common reason: "
-            f"{mostly}{first}); to grade them again: python reward.py {cfg.out}/samples/step_000000.jsonl",
+            f"{mostly}{first}); to grade them again: python reward.py "
+            f"{cfg.out}/samples/step_000000.jsonl --reward {shlex.join(cfg.reward)} "
+            f"--extractor {extractors(cfg)['']} --deadline {cfg.grade_deadline:g}",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
 

@@ -236,7 +236,7 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
     ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"), ("{dir}/two.py:score", "too many positional"),
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
-    ("{dir}/leaves.py:score", r"can't use .*SystemExit: 0 \(.*/leaves.py, line 1\)"),
+    ("{dir}/leaves.py:score", r"can't use --(env|reward) /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
     ("{dir}/dies.py:score", "can't use .*its import ends the process"),
     ("{dir}/names.py:score", "can't use .*missing a required argument"),
 ])
@@ -413,16 +413,27 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the other calls count as timeouts at once."""
     monkeypatch.setattr(worker, "TELL", 0.5)
-    spec, told, stop = custom("seconds, parallel = 1, 2\n" + SLOW), [], []
-    say = lambda text: (told.append(text), stop.extend([1] * stops))  # noqa: E731
+    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
+    say = lambda text: (told.append(text), stop.extend([1] * (stops and "calls" in text)))  # noqa: E731
     with Grader(customs=[spec], compares=False, say=say, stop=stop) as grader:
         for i in range(40):
             grader.submit(i, "99", str(i), True, custom=spec)
         assert [g.reason for g in grader.results().values()] == ["timeout"] * 40
-        assert f"grading: waits for 40 calls of {spec}; the last 0 timed out" in told[0]
+        assert told[0] == f"waits for the import of {spec}"
+        assert any(f"grading: waits for 40 calls of {spec}; the last 0 timed out" in text for text in told)
         if not stops:
-            with pytest.raises(UserError, match=r"mine.py:score timed out \d+ times in a row; needed: "):
+            with pytest.raises(UserError, match=r"mine.py:score timed out or ended .* in a row; needed: "):
                 grader.check()
+
+
+def test_a_function_that_ends_its_process_is_given_up(custom):
+    spec = custom("def score(response, answer, kind): os._exit(3)")
+    with Grader(customs=[spec], compares=False) as grader:
+        for i in range(40):
+            grader.submit(i, "r", str(i), True, custom=spec)
+        assert {g.reason for g in grader.results().values()} <= {"error", "timeout"}
+        with pytest.raises(UserError, match=r"mine.py:score timed out or ended its process \d+ times"):
+            grader.check()
 
 
 class Judge(BaseHTTPRequestHandler):

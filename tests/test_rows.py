@@ -119,7 +119,9 @@ READ = {
 REFUSED = {
     **{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
-       ('""', "5", '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
+       ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
+    '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
+    '{"prompt": "x", "answer": ["1", "2"]}': "no answer as text (found: ['1', '2'])",
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
     r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
@@ -128,7 +130,7 @@ REFUSED = {
     '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "an unknown role",
     '{"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "2"}': "a turn without text",
     **{f'{{"prompt": "1+1=", "answer": {value}}}': "no answer" for value in
-       ("null", "NaN", "Infinity", "true", "false", "[]", '["1", "2"]', "{}", '""', r'" \n\t"', "[[]]")},
+       ("null", "NaN", "Infinity", "true", "false", "[]", "{}", '""', r'" \n\t"', "[[]]")},
     r'{"question": "1+1=", "answer": "We add.\n####"}': "no answer",
     r'{"problem": "1+1=", "solution": "We add, so it is 2."}': "a solution without a boxed answer",
     r'{"problem": "1+1=", "solution": "2"}': "a solution without a boxed answer",

@@ -635,10 +635,10 @@ def remedy(case: Case) -> str:
         for change in changes:
             if shortage(replace(case, world=ranks, local=local, cfg=replace(cfg, **change))):
                 continue
-            words = [f"{ranks} ranks, {local} a machine"] if ranks > case.world else []
+            words = [f"{ranks} ranks, {local} a machine,"] if ranks > case.world else []
             words += [f"--{flag} {value}".removesuffix(" True") for flag, value in change.items()
                       if getattr(cfg, flag) != value]
-            return " ".join(words)
+            return " ".join(words).rstrip(",")
     return "a smaller --model, or devices with more memory"
 
 

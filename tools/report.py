@@ -287,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             plot(args.runs, to)
         except (OSError, ValueError) as e:  # --out can't be written, or its suffix is no type of picture
-            raise UserError(str(e)) from None
+            raise UserError(f"can't write {to} ({e}); "
+                            "needed: --out with a .png, .pdf or .svg file in a folder that exists") from None
         show(f"{compare(args.runs)}\n\nplot  {to}")
 
 
