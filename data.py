@@ -36,7 +36,7 @@ from grading.rows import problem_rows, suspicious
 from reward import kind_of
 
 TEMPLATES = {
-    # Open-Reasoner-Zero's prompt, verbatim (its playground files).
+    # The prompt of Open-Reasoner-Zero, word for word, from the files in its folder playground/.
     "orz": (
         "A conversation between User and Assistant. The User asks a question, and the Assistant "
         "solves it. The Assistant first thinks about the reasoning process in the mind and then "
@@ -63,7 +63,7 @@ class Problem:
     text: str  # without the template
     ids: tuple[int, ...]  # tokens of the prompt: the template with the problem in it
     answer: str
-    kind: str = "math"  # how answers are compared: math, choice or exact; a user's reward gets it too
+    kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
     weight: float = 1.0  # how often the problem comes in an epoch
     dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
     file: str = ""
@@ -82,7 +82,7 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # its index in the step's batch; while sampling with --carry: its number in numbers_at
+    prompt_id: int  # index in the step's batch; while sampling with --carry: number in the run (numbers_at)
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
@@ -171,7 +171,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true; stored, since mask.nonzero() waits for the GPU
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would make the CPU wait
     fresh_tokens: Tensor  # (F,) indices where `mask` is true and this step's weights sampled the token
     engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
@@ -313,7 +313,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
         signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
-        # Assistant turns are not checked, because a template may remove the thoughts from them.
+        # Assistant turns are not checked, because a template may remove their text in <think> tags.
         require(role == "assistant" or "".join(content.split()) in shown,
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
@@ -406,9 +406,9 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns a random problem of the epoch for each prompt of the step. In round 0, these problems are for
-    `batch_at`, in place of solved ones; in later rounds, for train.resample. They depend only on (seed, step,
-    round) and on `solved`. Solved problems are drawn only if fewer unsolved ones are left than a step
+    """Returns a random problem of the epoch for each prompt of the step. `batch_at` puts those of round 0 in
+    place of solved problems. train.resample uses those of rounds 1, 2, … The result depends only on (seed,
+    step, round) and on `solved`. Solved problems are drawn only if fewer unsolved ones are left than a step
     needs."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
@@ -418,7 +418,8 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
-    """Returns the number of prompts in an epoch: the sum over files of (number of problems) x (weight)."""
+    """Returns the number of prompts in an epoch: the sum over files of (number of problems) x (weight),
+    rounded."""
     return sum(count for count, _ in _groups(problems))
 
 
@@ -441,9 +442,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of the problems of an epoch twice: 1. ordered by group, 2. in random order. With
-    weight 1.3, for example, each problem of the group occurs once, and a random 30 % of them occur a second
-    time."""
+    """Returns the indices of the problems of an epoch in two orders: 1. by group; 2. at random. With weight
+    1.3, for example, each problem of the group occurs once, and a random 30 % of them occur a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))

@@ -178,8 +178,8 @@ class Logger(contextlib.AbstractContextManager):
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}`, and append the text to alarms.jsonl. `step`: N; None: the next step that
-        will be logged."""
+        """Print `!! step N: {text}`, and append the text to alarms.jsonl. The number N is `step`, or, if
+        `step` is None, the next step that will be logged."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -258,7 +258,8 @@ class Logger(contextlib.AbstractContextManager):
                     disable=None if self.main else True)
 
     def close(self, failed: bool = False) -> None:
-        """Write the rows in `unwritten`, and close everything. `failed`: true if an error ends the run."""
+        """Write the rows in `unwritten`, then close the progress bar, the trackers and TensorBoard's files.
+        failed: true if an error ends the run."""
         if not self.main:
             return
         self._write(self.next_step)
@@ -357,15 +358,15 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. Wandb's environment variables, such as
-    WANDB_MODE=offline, beat the defaults in ENVIRONMENT."""
+    """Sends metrics and samples to Weights & Biases. A variable of wandb that the user has set, such as
+    WANDB_MODE=offline, replaces the default in ENVIRONMENT."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
         "WANDB_CONSOLE": "off",  # otherwise wandb captures stdout and breaks the progress bars
         "WANDB_QUIET": "true",
         "WANDB_FINISH_TIMEOUT": "60",  # seconds; the default has no limit
-        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses its last second
+        "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses at most its last second
     }
     COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
     SAMPLES = 512  # largest number of samples to send for each step

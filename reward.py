@@ -144,7 +144,7 @@ def _responses(path, kind="math"):
         row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
         if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
             row["answer"] = row["gold"]
-            if "segments" in row:  # without an --env's texts
+            if "segments" in row:  # the run had an --env: every second text is the environment's
                 row["response"] = "\n".join(row["segments"][::2])
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)

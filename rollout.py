@@ -39,8 +39,8 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-# Numbers in the `key` that seeds an engine, so that training, evaluation, self-check and the later rounds of
-# a rollout draw different random numbers.
+# These numbers are part of the `key` that seeds an engine's random numbers. So training, evaluations, the
+# engine's self-check, and the later rounds of a rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
 
@@ -76,7 +76,7 @@ def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[f
 
 
 # A reward part is a number that is added to the reward of the grader, for example for the response's format.
-# Here: name of the part -> function(samples of one prompt, config), which returns one number for each sample.
+# The dict maps the part's name to a function(samples of one prompt, config) -> one number for each sample.
 # A part is used if --reward names it, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
     **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
@@ -88,9 +88,9 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part 
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if a term
-    does not exist, if a user's function or data set has the name of a reward part, or if a weight is 0 and
-    there is no teacher (--ref_model with --kl_coef) to learn from instead."""
+    """Returns the terms of --reward: first the graders, then the reward parts (see REWARD_PARTS). Raises
+    UserError if a term does not exist, if a user's function or data set has the name of a reward part, or if
+    a weight is 0 and there is no teacher (--ref_model with --kl_coef) to learn from instead."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -192,7 +192,8 @@ class Trajectories:
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
-        self.results = {}  # key -> Grade, or the environment's Reply
+        # (prompt_id, sample_id) -> the environment's Reply; (prompt_id, sample_id, i) -> grader i's Grade
+        self.results = {}
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
         """Add new trajectories: the prompts, with empty responses."""
@@ -256,7 +257,8 @@ class Trajectories:
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # a character's bytes may come from two rounds, so decode the whole turn at once
+            # The bytes of one character may be divided between `before` and `segment`. So the whole turn is
+            # decoded at once.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
@@ -339,12 +341,14 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     2. with --carry: this rank's trajectories that are left for the next step. Some are unfinished. Others are
        graded, but the step had enough samples without them.
 
+    Both lists are empty if a signal has requested a stop.
+
     problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
         (data.numbers_at).
     max_tokens: largest number of tokens of a response.
     key: seeds the randomness.
     version: step of the engine's weights.
-    progress: called when a turn ends. If a signal has requested a stop, both results are empty.
+    progress: called when a turn ends.
     carried: result 2 of the previous step; () without --carry; None in evaluation, which ignores --round_len
         and --carry.
     top_p: see Engine.generate. Training always samples with top_p 1."""
@@ -593,7 +597,7 @@ def max_positions(config: Any) -> float:
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # With one RoPE for each type of layer, max_position_embeddings is already the length after scaling.
+    # If each type of layer has its own RoPE, max_position_embeddings is already the length after scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 

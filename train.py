@@ -189,8 +189,8 @@ def main(cfg: Config) -> None:
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step. Returns False after a stop request; then all finished
-    steps are saved."""
+    """The algorithm. Returns True after the last step. Returns False if a signal, such as ctrl-C, has stopped
+    the run; then all finished steps are saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -222,17 +222,19 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """Train on a step's samples: compute the log-probs of ref (the reference model of the KL term) and of the
-    policy before its updates, and the advantages; then update critic and policy."""
+    """Train on a step's samples. First compute what the updates need: the log-probs of ref (the reference
+    model of the KL term), the policy's log-probs before its updates, and the advantages. Then update critic
+    and policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
     # Old log-probs are those from before the step's first update. With a single update, they are equal to the
     # log-probs that policy_pack_loss computes. So a forward pass computes them only if a step has several
-    # updates, or if the reward has a KL term, which is needed before the update.
+    # updates, or if the reward has a KL term: the advantages need its value before the update.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
-        # A forward pass needs no optimizer. With optimizer=None, its state stays on the host (--offload).
+        # A forward pass needs no optimizer. Because of optimizer=None, `resident` does not move the
+        # optimizer's state to the device (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -296,7 +298,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    grader = dist.together(make_grader, cfg, say)  # before the data: a reward function may read the fields
+    # Made before the data are loaded: load_data keeps the rows' fields only if a reward function reads them.
+    grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
     check_same("reads", read | noted, "the same files on every machine")
@@ -309,7 +312,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # While a checkpoint was written, the next step may have added problems. They are left out here.
+    # A checkpoint is written while the next step runs. That step may have added problems to the checkpoint's
+    # `solved`. They are left out here, because the resumed run does that step again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -397,8 +401,8 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     3. with --carry, this rank's trajectories (responses so far) that are left for the next step; otherwise
        [].
 
-    The metrics of the samples (log.measure_samples) are measured before the first round of --resample_rounds,
-    so they include the prompts that this round replaces."""
+    The metrics of the samples (log.measure_samples) are measured before --resample_rounds replaces prompts.
+    So they include the replaced prompts, and not the new ones."""
     cfg = run.cfg
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter)
@@ -448,9 +452,10 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
     rank's graded samples and, with --carry, this rank's trajectories that are left for the next step.
 
     problems: prompt_id -> problem.
-    key: seeds the randomness: (step,), or (step, round) in a round of resampling."""
+    key: seeds the randomness: (step,), or (step, round) in a round of --resample_rounds."""
     cfg = run.cfg
-    prompts = min(len(problems), cfg.prompts_per_step)  # with --carry, a later step finishes the others
+    # For the progress bar: with --carry, `problems` has more prompts than this step finishes.
+    prompts = min(len(problems), cfg.prompts_per_step)
     with run.log.bar("Rollout", prompts * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
                                 cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
@@ -492,7 +497,8 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the prompts, over all ranks, whose samples all have the same reward."""
+    """Returns the ids of the prompts whose samples all have the same reward. samples: this rank's samples;
+    all samples of a prompt must be on the same rank. The result covers the prompts of all ranks."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
@@ -539,8 +545,8 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, if all samples of a prompt have the same score, they get
-    in_loss=False."""
+    the same rank. With --drop_uniform, a prompt whose samples all have the same score does not enter the
+    loss: its samples get in_loss=False."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -557,8 +563,11 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     minibatch. Every rank gets about equal work and the same number of packs. n_prompts: number of the step's
     prompts on all ranks.
 
-    Adds the metrics tokens, unique_share (share of the tokens that the model computes, see
-    data.unique_prefixes) and flops (estimated FLOP of the updates)."""
+    Adds three metrics:
+        tokens        number of tokens of all samples
+        unique_share  share of the tokens that the model computes: in a pack, the prompt of several samples is
+                      computed once (data.unique_prefixes)
+        flops         estimated FLOP of the updates"""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -585,8 +594,9 @@ def number_samples(samples: list[Sample], n_prompts: int,
     number of each sample of this rank, and the prompt_id (S,) and length (S,) in tokens of each sample of all
     ranks.
 
-    n: number of samples of a prompt. With --carry, some of them may belong to another step."""
-    # the numbers that this rank's samples would have if no sample were missing
+    n: number of samples of a prompt. With --carry, a step may have fewer than n samples of a prompt, because
+    another step trains on the others."""
+    # The numbers that this rank's samples would have if the step had n samples of each prompt.
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
@@ -603,7 +613,7 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
 
     keys: the number of each sample, from `number_samples`
     prompts[i]: prompt_id of sample number i
-    layout: from data.assign"""
+    layout: the result of data.assign"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -746,9 +756,9 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
-    mean is over `fresh_tokens`. It leaves out the tokens that older weights sampled (--carry), because their
-    log-probs differ even if nothing is wrong. Must be called before the policy's optimizer step, so that the
-    policy does not learn from wrong samples."""
+    mean is over the tokens that this step's weights sampled. Tokens that older weights sampled (--carry) are
+    left out, because their log-probs differ even if nothing is wrong. Must be called before the policy's
+    optimizer step, so that the policy does not learn from wrong samples."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too

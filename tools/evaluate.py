@@ -151,7 +151,7 @@ def _decimals(value):
 class EvalConfig(Config):
     """The flags of train.py, of which an evaluation uses EVAL_FLAGS, and one more."""
 
-    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write the data rows with this avg@n
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
 
 
 EVAL_FLAGS = tuple("""
@@ -160,7 +160,7 @@ EVAL_FLAGS = tuple("""
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
     write_rows
 """.split())  # the flags that an evaluation uses
-CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # of --write_rows
+CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
 
 Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
@@ -217,7 +217,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
-    # The trained system prompt and stop strings belong to the trained template. --template drops them.
+    # A system prompt and stop strings fit only the template with which the model was trained. So --template
+    # replaces all three.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
     cfg = replace(cfg, **{name: value for name, value in as_trained(models).items() if name not in own})
     return [replace(cfg, model=model) for model in models]

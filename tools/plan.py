@@ -64,8 +64,9 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its speeds come from the entry
-    of GPUS whose name (without -80 or -40) is part of `device`. Without such an entry, they are 0."""
+    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its speeds come from the first
+    entry of GPUS whose name (of A100-80, only A100) is part of `device`. Without such an entry, they are
+    0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -252,7 +253,7 @@ def keep(case: Case, name: str) -> Kept:
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
     node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
-    needed = {}  # choice that fits -> seconds
+    needed = {}  # Kept that fits into the device's memory -> planned seconds of the updates
     for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
@@ -323,7 +324,7 @@ def _update_instants(case, name, kept):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     activations, again = _per_token(case, shape, kept.recompute)
     activations = T * (activations + 2 * b * d)
-    # Gathered weights of the layers that stay between the passes.
+    # The weights of the layers that stay gathered from the forward pass to the backward pass (Kept.reshard).
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
@@ -358,8 +359,8 @@ def _update_instants(case, name, kept):
 
 def _engine_memory(case):
     """Returns the memory of an awake engine as a Usage (item -> bytes). vLLM may use the share --engine_share
-    of a GPU's memory. It first needs memory for weights and buffers; the KV cache takes the rest of the
-    share."""
+    of a GPU's memory: first for weights and buffers, the rest for the KV cache. The KV cache of the torch
+    engine has room for the largest number of responses at once, all of maximal length."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -371,8 +372,9 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). An engine that does
-    not sleep keeps its weights."""
+    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). The torch engine does
+    not sleep: it frees its KV cache, but keeps its weights. vLLM on a CPU does not sleep either. Its KV cache
+    (0.25 GiB) is neglected."""
     if case.engine_sleeps:
         return {"sleeping engine": SLEEPING_ENGINE}
     return {"engine weights": case.engine_weights}
@@ -482,9 +484,9 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
     times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each
 
     In NCCL's ring a rank sends (ranks - 1) / ranks of the tensor to the next rank (nccl-tests,
-    doc/PERFORMANCE.md, "bus bandwidth"). One link of the ring leaves each node. NCCL makes a ring for each
-    network card, and each ring leaves the node by another card. So the ranks of a node together send as many
-    bytes to other nodes as one rank sends in all."""
+    doc/PERFORMANCE.md, "bus bandwidth"). For only one rank of a node, the next rank is on another node. NCCL
+    makes one ring for each network card, and each ring leaves the node by another card. So the ranks of a
+    node together send as many bytes to other nodes as one rank sends in all."""
     total = times * size * (ranks - 1) / ranks
     outside = nodes / ranks if nodes > 1 else 0
     return Sent(total * (1 - outside), total * outside)
@@ -526,8 +528,8 @@ def _network(case, n):
 
 def _seconds(parts):
     """Returns the seconds of a list of parts. A part is (number of times, seconds of compute, seconds of
-    network). The network works during the compute: FSDP gathers the next layer during a layer, and reduces
-    the gradients of the previous one."""
+    network). While a layer computes, FSDP gathers the weights of the next layer or reduces the gradients of
+    the previous one. So only the longer of the two times counts."""
     return sum(count * max(compute, network) for count, compute, network in parts)
 
 

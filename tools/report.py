@@ -78,9 +78,10 @@ PANELS = [
 
 
 def _draw(axis, lines, scale):
-    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. scale: a word of PANELS. A
-    line shows the mean of the runs, at the steps where all runs have a value. A band shows the range from the
-    lowest to the highest run. Each line has shorter dashes than the line before, so that equal lines show."""
+    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. scale: the scale of the
+    axis, see PANELS. A line shows the mean of the runs, at the steps where all runs have a value. A band
+    shows the range from the lowest to the highest run. Neighbouring lines have different dashes, so that a
+    line can be seen below an equal line."""
     for i, (label, (steps, values)) in enumerate(lines.items()):
         gap = i % 3 * 4
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
@@ -224,9 +225,8 @@ def _fold(title, html):
 
 
 def _samples(run, kind):
-    """Returns up to SHOWN responses of each of up to six steps as HTML, the newest step first. kind: the
-    folder with the responses, "samples" or "eval".
-    """
+    """Returns responses of a run as HTML: of at most six steps, the newest step first, and at most SHOWN
+    responses of a step. kind: the folder with the responses, "samples" or "eval"."""
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
         rows = read_jsonl(file)
