@@ -4,15 +4,14 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
---part core runs the variants that decide most claims. `all` runs all variants. `critic` runs all variants of
-PPO, and grpo. `power` runs only grpo and ppo, with ten seeds. `stability` runs grpo and ppo with thirty seeds
-on the hardest task.
+A variant is a reference recipe (grpo, grpo-4 or ppo) with other flags or with a patched function. Variant and
+reference are compared on the same seeds, by their held-out accuracy after the last step.
 
-A variant is a reference recipe with other flags or with a patched function. Variant and reference are
-compared on the same seeds, by their held-out accuracy after the last step.
+--part chooses the variants: core (those of most claims), all, critic (grpo, and all variants of ppo), power
+(grpo and ppo with ten seeds), or stability (grpo and ppo with thirty seeds, on the hardest task).
 
 Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. The
-tables go to bench/results/ablations.md.
+tables go to bench/results/ablations.md. --vary only prints its tables.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from tools import tiny
 VARIED = ROOT / "runs/ablations-vary.jsonl"
 STEPS = 30
 HARDEST = "think"
-TASKS = {  # task -> (flags of its runs, the mean reward that `steps_to` waits for)
+TASKS = {  # task -> (flags of its runs, threshold of the mean reward for `steps_to`)
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
     "product": (dict(max_response_len=72), 0.3),
@@ -77,7 +76,8 @@ def flip_sign(cfg: Config) -> None:
 
 
 def pack_mean(cfg: Config) -> None:
-    """Averages the loss over each pack and then over the packs. This is wrong if packs differ in size."""
+    """Averages the loss over each pack and then over the packs. This is wrong if packs differ in their number
+    of responses."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -92,7 +92,8 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Does not detach the old log-probs. So the ratio is constant, and the policy gets no gradient."""
+    """Takes the new log-probs, with their gradient, as the old ones. So the ratio exp(new - old) is always 1,
+    and the policy gets no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
@@ -130,8 +131,8 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text` is a hash
-    of the file. key_of reads `text`, so an edited file counts as a new variant."""
+    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text`, a hash of
+    the file, is not used here. It changes the run's key (see key_of), so an edited file is run again."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -160,14 +161,14 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of `reference`, with `flags` and the fields that define the preset's algorithm."""
+    """Returns the reference with the algorithm of a preset (its values of `fields`) and with `flags`."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
-    """Returns GRPO with an engine that differs from the trainer. `mismatch`, `high`: the correction and its
-    upper bound."""
+    """Returns GRPO with an engine whose weights are old or whose logits have noise (see engine_gap).
+    mismatch, high: the flag --mismatch, which corrects for this, and its upper bound."""
     flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
     return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
@@ -340,7 +341,7 @@ def keep(name: dict, file: Path, status: int, results: Path) -> str:
 
 # --- statistics
 
-# Student's t for a two-sided 95 % interval, with 1 to 29 degrees of freedom.
+# Student's t for a two-sided 95 % interval of the mean of 2 to 30 values (1 to 29 degrees of freedom).
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
          2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
          2.045)
@@ -360,8 +361,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values, with a 95 % interval by Student's t. With more than 30 values
-    the interval is a little too wide, because T_975 ends there."""
+    """Returns the mean of independent values, with a 95 % interval by Student's t. The table T_975 ends at 30
+    values, so with more values the interval is a little too wide."""
     n = len(values)
     half = T_975[min(n, 30) - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
@@ -385,8 +386,8 @@ def collapsed(row: dict) -> bool:
 
 def alarms_before(row: dict) -> list[str]:
     """Returns the texts of a run's alarms before its collapse, or of all its alarms if it did not collapse.
-    The collapse begins after the last five steps in a row whose mean reward is at least half of the best
-    mean of five steps."""
+    The collapse begins when the mean reward of five steps falls for the last time below half of the best such
+    mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -434,8 +435,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 class Claim(NamedTuple):
     """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
 
-    why: a possible cause if the runs disagree
-    unclear: why no task can decide the claim"""
+    why: a possible cause, for the report, if our runs disagree with the claim
+    unclear: a cause, for the report, if the runs of no task decide the claim"""
 
     text: str
     source: str
@@ -592,8 +593,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def alarm_kinds(rows: Sequence[dict]) -> str:
-    """Returns the four most frequent kinds of alarms in `alarms_before`, each with the number of runs that
-    have it. A kind is an alarm's text up to the first comma or semicolon, with N in place of numbers."""
+    """Returns the four most frequent kinds of alarms before a collapse, each with the number of runs that had
+    it. A kind is an alarm's text up to the first comma or semicolon, with N in place of numbers."""
     kinds = Counter()
     for row in rows:
         kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
@@ -611,7 +612,7 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             halves = [gap.half * math.sqrt(gap.n) / T_975[gap.n - 2] for name, v in variants.items()
                       if v.reference == reference and name != reference
                       and (gap := difference(runs, task, name, reference)) and gap.n > 2]
-            paired = median(halves) if halves else None  # not the mean: some variants diverge
+            paired = median(halves) if halves else None  # no mean: a few variants diverge and would decide it
             own = stdev(found)
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
             rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
@@ -676,8 +677,8 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs with these settings. keys: (task, variant, seed) -> key_of. vary: also reads
-    the runs of --vary."""
+    """Returns the finished runs whose settings have not changed since. keys: (task, variant, seed) -> key of
+    the present settings (see key_of). vary: also reads the runs of --vary."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):

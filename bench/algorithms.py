@@ -1,4 +1,4 @@
-"""Trains every recipe on the tiny task with three seeds, to show that each learns.
+"""Trains a tiny model with every recipe and three seeds to add numbers, to show that each recipe learns.
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
@@ -35,8 +35,8 @@ PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all othe
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Recipe of the GRPO family -> FIELDS of its preset. The function `configs` takes all other settings from
-# tiny-grpo, and adds some to a few recipes.
+# Recipe of the GRPO family -> the values of FIELDS in its preset. In `configs`, all other settings are
+# tiny-grpo's, and a few recipes get `additions`.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 

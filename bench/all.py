@@ -2,10 +2,9 @@
 
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-On a CPU, the models are the demo's and one with two layers of Qwen2.5-0.5B's shape. On a GPU, the models have
-the shapes of 0.5B, 1.5B and 7B (8 layers), packs have 16,384 tokens, and vLLM runs beside the trainer. Stop
-other programs first. The measurements go to bench/results/DEVICE.json and DEVICE.md. bench/vs_trl.py is not
-included, because it needs TRL.
+Stop other programs first. On a CPU, the models are the demo's model and two layers of Qwen2.5-0.5B. On a GPU,
+they are Qwen2.5-0.5B, 1.5B and eight layers of 7B, with random weights, and vLLM is measured. The results go
+to bench/results/DEVICE.json and DEVICE.md. bench/vs_trl.py is not included, because it needs TRL.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ seconds, and those in `_gib` are in GiB.
 def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
-        # "pack" is a label (the pack length) or a measurement (the seconds of the phase "pack"). A float is
-        # always a measurement.
+        # Some benches print "pack" as a setting (the pack length), others as a result (the seconds of the
+        # phase "pack"). Only results are floats.
         labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
         numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
         of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())

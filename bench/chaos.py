@@ -56,8 +56,8 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. The order (JSON in the environment variable CHAOS) names a fault, a rank and a
-    phase. On this rank, a thread runs `watch`."""
+    """Runs train.py unchanged. The environment variable CHAOS has the order: a fault, a rank and a phase, as
+    JSON. If this process is that rank, a thread runs `watch`, which strikes once."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -69,8 +69,8 @@ def watch(order: dict) -> None:
     """Waits until the rank enters the order's phase for the `visit`-th time, and then `after` seconds. Then
     writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    The undisturbed run has an order without a phase. It gets no signal, and writes the begin and the end of
-    all visits to `file` when the process ends."""
+    The undisturbed run has an order without a phase. It gets no signal. When the process ends, it writes to
+    `file` when each phase was entered and left."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -184,8 +184,8 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Returns the message of the struck rank: process id and time. Returns None if the run ends or hangs
-        before."""
+        """Waits for the message of the struck rank and returns it: process id and time. Returns None if the
+        run ends or hangs before."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -385,8 +385,8 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Adds another machine's old lock, an unfinished save, and a user's copy of a
-    checkpoint."""
+    """Kills the run. Then adds what the next command must not be confused by: another machine's old lock, an
+    unfinished save, and a user's copy of a checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -401,8 +401,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and starts it on two "machines" with one rank each. The second machine is a mount
-    namespace in which --out is another folder. Both ranks must refuse and write nothing."""
+    """Kills the run and starts it on two "machines" with one rank each, whose --out are different folders
+    (the second machine is a mount namespace). Both ranks must refuse and write nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -568,7 +568,8 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns phase -> (number, length in s) of each visit of the phase in which the fault can strike."""
+    """Returns phase -> (number, length in s) of each visit. If the fault damages a checkpoint, leaves out the
+    visits that begin before the first save is complete."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}

@@ -18,8 +18,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line. Each keyword argument is a flag with its default value. False makes a switch,
-    and a tuple takes any number of words. `doc` is the text of --help."""
+    """Parses the command line. Each keyword argument is a flag with its default value. A flag with the
+    default False is a switch; one with a tuple takes any number of words. `doc` is the text of --help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:

@@ -8,8 +8,8 @@ A pair is an answer, a gold answer, and whether they are equal. The pairs are di
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
     second    204 older pairs of the same file, written before the second of three revisions of the grader
     golds     two thirds of the pairs of bench/equality_golds.txt, written before the third revision. Their
-              gold answers have the forms of those in competition data sets.
-    others    the last third of these pairs. As with `unseen`, nobody looks at it, and it needs --unseen.
+              gold answers look like those of competition data sets.
+    others    the last third of the pairs of this file. Like `unseen`: nobody looks at it; needs --unseen.
 
 In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
 answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.

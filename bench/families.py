@@ -3,8 +3,8 @@
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
 Compares log-probs, gradients, engines and exported models, for every model of tests/families.py. The models
-have two layers with random weights in fp32. All their settings change the model's output, so that a setting
-that torz ignores is noticed.
+have two layers with random weights in fp32. Each setting has a value that changes the output, so the
+comparison fails if torz ignores a setting.
 
 Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
 models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
@@ -30,7 +30,7 @@ sys.path.append(str(ROOT / "tests"))
 import families
 
 # Largest allowed differences. `gradient` is the norm of the difference divided by the gradient's norm.
-# `exported critic` is the difference of two values. All other differences are of log-probs, in nats.
+# `exported critic` is the difference of the critics' values. All other differences are of log-probs, in nats.
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 

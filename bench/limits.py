@@ -1,4 +1,4 @@
-"""Measures the speed limits of this process's device in FLOP and bytes per second, and peak memory."""
+"""Measures how fast a device multiplies matrices and copies memory, and how much memory a call takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bytes read plus the bytes written per second, when a large tensor is copied."""
+    """Copies a large tensor. Returns the bytes read plus the bytes written, per second."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)

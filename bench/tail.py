@@ -1,4 +1,4 @@
-"""Simulates rollouts in which a few responses are much longer than the others, under several rules.
+"""Simulates how long rollouts take if a few responses are much longer than the others, under several rules.
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
@@ -6,9 +6,9 @@ The simulator computes the seconds of each decoding step from its batch size and
 H100 in tools/plan.py. Response lengths are random. With --round_len N, a rollout has rounds. In a round, each
 response grows by up to N tokens; then responses move, so that the engines have equally many. The rules:
     whole       each response is sampled to its end by one engine
-    one round   --round_len at the length limit: like `whole`, plus the time for the messages of a round
-    rounds      --round_len at a sixteenth of the length limit
-    carry X     also --carry X: the next step continues unfinished responses with new weights
+    one round   --round_len is the length limit: like `whole`, plus the time for the messages of a round
+    rounds      --round_len is a sixteenth of the length limit
+    carry X     like `rounds`, with --carry X: the next step continues unfinished responses with new weights
     ideal       a lower bound that no rule reaches: all engines always decode a full batch
 
 Prints for each rule the seconds of a rollout and what Simulation.step returns. --out writes one JSON line per
@@ -46,11 +46,11 @@ class Cost:
     """Seconds of an engine's operations. The last three fields are for engines that share CPU cores; their
     defaults are for engines on GPUs."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # a decoding step, for (responses, cached tokens)
-    prefill: float  # a cached token that is computed again, after new weights or a move
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
+    prefill: float  # per token whose keys and values are computed again, after new weights or a move
     response: float = 0.0  # added for each response of a round
     round: float = 0.0  # added for each round
-    exchange: float = 0.0  # a message to all engines: one per round, and with --round_len two more per step
+    exchange: float = 0.0  # per message to all engines: one a round, and with --round_len two more a step
     cores: int = sys.maxsize  # engine i runs on core i % cores
     beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
     shared: float = 1.0  # speed of a core that runs several engines, for all of them together

@@ -155,7 +155,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # draws what earlier code drew, so the base model of ablations.md stays the same
+    think(drawn[0], rng, 0)  # needed only so that `rng` goes on as when the models of ablations.md were made
     return drawn
 
 
@@ -175,7 +175,7 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py.
+    """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` writes the texts, in a style.
 
     slip, guesses: in the last third of the texts, probabilities of a wrong number and of a guessed answer
     of_row: further fields of the rows in the data files"""

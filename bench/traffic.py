@@ -18,14 +18,14 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, how often it sends the tensor: `times` of plan.sent)
+# function of torch.distributed -> (name in SENDS, how often it sends the tensor: an all-reduce twice)
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 
 
 def count() -> None:
-    """Patches the functions of COLLECTIVES: SENDS counts what a rank sends. An all-reduce over all ranks is
-    not FSDP2's, so it is not counted."""
+    """Patches the functions of COLLECTIVES, so that SENDS counts what this rank sends. Does not count an
+    all-reduce over all ranks, because it is not FSDP2's."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

@@ -145,8 +145,8 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
-        # A forward pass reads the weights once per pack, and an update counts three times as much. AdamW
-        # reads and writes weights, gradients and moments in fp32: 32 bytes per weight.
+        # A forward pass reads the weights once per pack; the passes of an update are counted as three such
+        # reads. AdamW reads and writes weights, gradients and moments in fp32: 32 bytes per weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)

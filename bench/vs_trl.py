@@ -101,7 +101,7 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """Returns the reward function as TRL calls it. Each call appends the mean reward to `means`."""
+    """Returns the reward function with the arguments that TRL passes. A call appends its mean to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 

@@ -1,12 +1,12 @@
 """Compares the memory that tools/plan.py plans with the memory that torch takes from a stub CUDA driver.
 
-    sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-trainer.py explains NULLGPU. This program runs trainer.py twice for each case, with --recompute auto and with
---recompute layers. --only chooses the cases whose names contain one of its words; the other cases keep their
-rows. Columns of the table bench/results/nullgpu-memory.md:
-    layers computed again      number of layers that the backward pass computes again as a whole. Of the other
-                               layers, it computes all but matrix products and attention; none: nothing
+bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs trainer.py twice for each case:
+with --recompute auto and with --recompute layers. --only chooses the cases whose names contain one of its
+words; the other cases keep their rows. Columns of the table bench/results/nullgpu-memory.md:
+    layers computed again      number of layers that the backward pass computes again as a whole. In the
+                               others, it does so with all but matrix products and attention (none: nothing)
     planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
     GiB of torch's tensors     peak of what the tensors take
     GiB reserved by torch      peak of what torch's allocator took from the driver
@@ -45,7 +45,7 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # largest allowed plan, divided by the driver's peak
+ABOVE = 1.08  # a plan may be at most this factor above the driver's peak
 
 LEGEND = """\
 Each row compares the planned peak memory of one rank with the peak of the training code on a stub CUDA
@@ -76,8 +76,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: two samples share a short prompt. Then attention must copy the prompt for
-    # each sample, but computing the prompt only once saves nearly nothing.
+    # The worst case for memory: two samples share a short prompt. Attention must copy the shared prompt for
+    # each sample, and sharing so short a prompt saves nearly nothing.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -91,8 +91,8 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the row of a phase: maxima over two steps, of which only the first creates the optimizer's
-    state."""
+    """Returns the row of a phase: its maxima over `steps`. There are two steps (the first also creates the
+    optimizer's state), or one for the sync."""
     def most(field):
         return max(step[field] for step in steps)
 

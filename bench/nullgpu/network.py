@@ -1,9 +1,10 @@
-"""Counts what a rank sends in FSDP2's collectives on a stub CUDA driver, beside what tools/plan.py plans.
+"""Compares the bytes that a rank sends in FSDP2's collectives with the bytes that tools/plan.py plans.
 
-    sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [--shard_ranks 8] [flags of trainer.py]
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
-Runs trainer.py. Prints a JSON line per collective of the sync and of each model's updates: GiB that the rank
-sends within its node and to other nodes. Ends with an error if a plan is over 5 % off.
+Runs bench/nullgpu/trainer.py, which says what the folder NULLGPU is. Prints a JSON line per collective of the
+sync and of each model's updates: GiB, counted and planned, that the rank sends [within its node, to other
+nodes]. Ends with an error if a plan is over 5 % off.
 """
 
 import torch
@@ -17,8 +18,8 @@ from tools import plan
 
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
-    """Returns collective -> pairs of a number of times and what the rank sends each time. `name` is "sync" or
-    the updated model. Before the critic's updates, its values need one more forward pass of each pack."""
+    """Returns collective -> pairs (number of times, what the rank sends each time). `name` is "sync" or the
+    updated model. Before the critic's updates, its values need one more forward pass of each pack."""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}

@@ -3,8 +3,9 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-Runs each command line with the smaller values in SMALL, on a CUDA device that computes nothing (NULLGPU: see
-trainer.py). This tests that commands take their flags and run to the end. The measured numbers mean nothing.
+Runs each command of the script with the smaller values in SMALL, on a stub CUDA device that computes nothing
+(bench/nullgpu/trainer.py says what the folder NULLGPU is). So this tests that the commands take their flags
+and run to the end. The measured numbers mean nothing.
 """
 
 import os
@@ -16,7 +17,7 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # unset, as on a GPU: only train.py sets it
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # as on a GPU, where only train.py sets it
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
 if words[0] != "-u":  # -c, or torchrun, which starts `PYTHON_EXEC -u train.py …`
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
@@ -35,12 +36,14 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
+# Every value that is read from the stub is 0. All that follows keeps such zeros out of sums and sizes.
 Meter.__init__ = lambda meter, device: new(meter)  # the meter sums on the host
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-def wave(engine, keys, requests, limits, *rest):  # all prompts have one length, and no response ends early
+# All prompts have one length. No response ends on the stub, so this ends each at its limit.
+def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
     for k in keys:
@@ -48,11 +51,12 @@ def wave(engine, keys, requests, limits, *rest):  # all prompts have one length,
 
 
 TorchEngine._wave = wave
-Tensor.max = lambda x, *args: (  # the first maximum in `_wave` is over limits, later ones over prompt lengths
+# x.max() in `_wave` would be 0: gives it the largest limit at the first call, then the prompts' length.
+Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (
     repeat(x, n, output_size=len(n) * sizes["len"]) if isinstance(n, Tensor) else repeat(x, n, *args))
-Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # no two rows are equal
+Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # as if no two entries were equal
 sys.argv = words[1:]
 runpy.run_path(words[1], run_name="__main__")
 nullgpu.quit()

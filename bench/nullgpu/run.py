@@ -2,10 +2,10 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-NULLGPU: see trainer.py in this folder. The model has the shape of Qwen2.5-0.5B, with at most 24 layers. Each
-algorithm runs twice, in two processes: the first makes two steps, saves and exports; the second resumes and
-makes two more steps. All sampled tokens and all losses are 0. With 24 layers PPO takes 27 GiB of host memory,
-and GRPO 13 GiB.
+bench/nullgpu/trainer.py says what the folder NULLGPU is. The model has the shape of Qwen2.5-0.5B, with at
+most 24 layers. Each algorithm runs twice, in two processes: the first makes two steps, saves and exports; the
+second resumes and makes two more steps. All sampled tokens and all losses are 0. With 24 layers PPO takes
+27 GiB of host memory, and GRPO 13 GiB.
 
 Prints one JSON line per phase of the loop. A line "before NAME" covers the time from the last phase to NAME.
     held_gib       device memory that is in use when the phase ends

@@ -1,11 +1,11 @@
 """Runs the trainer as one rank of many on a stub CUDA device, which counts memory and computes nothing.
 
-    sh NULLGPU/run.sh python -m bench.nullgpu.trainer [--preset orz-7b] [--size 7b] [--world 32] [--packs 1]
-                                                      [flags of train.py]
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.trainer [--preset orz-7b] [--size 7b]
+                                                          [--world 32] [--packs 1] [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM in that folder. PYTHONPATH must contain NULLGPU. The stub's kernels do nothing, and
-copies from the stub to the host bring zeros. The process group is torch's fake one.
+builds of torch and vLLM. The stub's kernels do nothing, and copies from the stub to the host bring zeros. The
+process group is torch's fake one.
 
 So this program measures torch's real allocator, kernel launches, copies, waits and collectives. The computed
 numbers mean nothing, and nothing is measured about the speed of a GPU or about NCCL.
