@@ -697,7 +697,7 @@ def check_paths(cfg: Config) -> None:
     if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
         model_folder(cfg.model)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
-        if path.endswith(DATA_FILES) and ":" not in path:
+        if ":" not in path:
             data_file(path)
 
 

@@ -56,7 +56,7 @@ class MemoryLedger:
         self.device, self.time = torch.device(device), time.perf_counter()
         # stage -> (GiB in use, seconds since the previous reading)
         self.readings: dict[str, tuple[float, float]] = {}
-        self.mark("before")
+        self.mark("trainer")
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
@@ -82,10 +82,9 @@ class MemoryLedger:
     def end(self) -> None:
         """Take the last reading of an `awake`, while the engine sleeps. The last reading minus the first one
         is the memory that the engine did not give back. It is added to the residual."""
-        before, _ = next(iter(self.readings.values()))
         torch.cuda.empty_cache()
         self.mark("asleep")
-        self.residual += self.readings["asleep"][0] - before
+        self.residual += self.readings["asleep"][0] - self.readings["trainer"][0]
 
     def metrics(self) -> dict[str, float]:
         """Returns metric -> value for the last `awake`: GiB at the end of each stage (mem/…), seconds

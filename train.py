@@ -436,8 +436,7 @@ def draw_and_carry(run: Run, step: int,
     samples, left = draw(run, problems, (step,), run.carried)
     meter.add("carried", sum(not s.reason for s in left))
     ages = np.concatenate([step - s.token_versions[s.is_sampled] for s in samples] or [np.zeros(0)])
-    meter.add("staleness/mean", ages.sum(), len(ages))
-    meter.add_max("staleness/max", ages.max(initial=0))
+    meter.add_mean_and_max("staleness", torch.from_numpy(ages))
     numbers = sorted(set(dist.gather_all({s.prompt_id for s in samples})))
     place = {number: i for i, number in enumerate(numbers)}
     samples = [replace(s, prompt_id=place[s.prompt_id]) for s in samples]
