@@ -114,7 +114,8 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
 
 
 @pytest.mark.parametrize("changes,words", [
-    (dict(reward=("math",)), ["all of the first 32 responses score 0", "needed: ", "--go"]),
+    (dict(reward=("math",)), ["all of the first 32 responses score 0", "--go",
+                              ".jsonl --reward math --extractor orz --deadline 5; needed: "]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
     """A run is refused if all first responses are wrong, or if most are truncated."""
