@@ -355,7 +355,9 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
     for s in sorted(shown, key=lambda s: s.prompt_id):
-        say(as_text(s, batch[s.prompt_id], tokenizer))
+        say(f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
+            f"response  {shorten(s.text, 400) or '(empty)'}\n"
+            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}")
     reasons = Counter(dist.gather_all(s.reason for s in samples))
     total, cut = reasons.total(), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
@@ -385,11 +387,3 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             f"--extractor {extractors(cfg)['']} --deadline {cfg.grade_deadline:g}",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
-
-
-def as_text(s: Sample, problem: Problem, tokenizer: Any) -> str:
-    """Returns three lines: a prompt, its response, and the grade of the response. Long texts are
-    shortened."""
-    return (f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
-            f"response  {shorten(s.text, 400) or '(empty)'}\n"
-            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {problem.answer!r}")
