@@ -3,9 +3,9 @@ r"""Extracts the answer from a response, and decides whether it equals the gold 
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-All functions are pure and take untrusted text. Extraction takes time linear in the length of the text.
-`quick_grade` decides most pairs of answer and gold answer. `grade` gives the other pairs to math-verify. That
-may hang or crash, so grading/worker.py runs `grade` in processes that can be killed.
+All functions are pure and take untrusted text. `quick_grade` decides most pairs of answer and gold answer.
+`grade` gives the other pairs to math-verify. That may hang or crash, so grading/worker.py runs `grade` in
+processes that can be killed.
 
 Equality is decided in three steps:
 
@@ -29,10 +29,12 @@ What counts as equal:
   must be equal.
 - A percent is a hundredth: `5\%` equals 0.05, not 5. A number in another base is not converted: `101_2`
   equals neither 101 nor 5.
-- If both texts have a unit, the units must be the same; units are not converted. If only one text has a
-  unit, only the numbers are compared: `10 cm` and the angle `10^\circ` equal 10. But the answer `10^\circ C`
-  does not equal 10, because it is a temperature. A unit that the gold answer lacks must be the name of a
-  unit or a plural noun: `28 pizzas` equals 28, `28 halved` does not. `(B) 15` equals `15`.
+- If both texts have a unit, the units must be the same; units are not converted. If only the gold answer has
+  a unit, only the numbers are compared: 10 equals `10 cm`.
+- If only the answer has a unit, only the numbers are compared, too, but not every word is taken for a unit.
+  It must be the name of a unit, or a plural noun: `10 cm` and `10^\circ` equal 10, `28 pizzas` equals 28.
+  `10^\circ C` does not equal 10, and `28 halved` does not equal 28.
+- The letter of a choice before a number is treated as a unit: `(B) 15` and `15` are equal.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
   An inequality in one variable is an interval, and `(1,2)` may be one, too: `1<x<2` equals `(1,2)`.
   `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
@@ -56,7 +58,8 @@ from configs import require
 
 KINDS = ("math", "choice", "exact")
 
-# --- extraction. No pattern backtracks, so the time is linear in the length of any text.
+# --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
+# in the length of the text, apart from BETWEEN_BOXES.
 
 # Unicode characters and what replaces them. NFKC replaces others, such as full-width digits.
 STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
@@ -72,6 +75,8 @@ CHARACTERS = str.maketrans({
 # `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
+# The time of this pattern can be exponential in the number of spaces and words, because it can match a space
+# in several ways. So `_boxed` gives it at most 40 characters, for which it can still take some seconds.
 BETWEEN_BOXES = re.compile(
     r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
     r"|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
@@ -88,8 +93,7 @@ def extract_answer(text: str) -> str | None:
     r"""Returns the content of the last balanced \boxed{}, stripped. Reads only the last <answer>...</answer>
     block that contains a box. Returns None if there is no box, or if the box is empty.
 
-    A block counts only if it has its end, so `text` must include the stop string `</answer>`. The time is
-    linear in len(text).
+    A block counts only if it has its end, so `text` must include the stop string `</answer>`.
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
@@ -201,7 +205,7 @@ DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
     r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
 
-# A word, a sign or a command, and its common spelling.
+# Pairs of entries: a word, a sign or a command, then its common spelling.
 PAIRS = r"""
     \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
     \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
@@ -295,7 +299,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
 @lru_cache(4096)
 def normalise(text: str) -> str:
     r"""Returns `text` in one common spelling of spaces, styles, fractions and symbols, with words in quotes:
-    `10~\text{ meters}.` becomes `10 "meters"`. The time is at most quadratic in len(text).
+    `10~\text{ meters}.` becomes `10 "meters"`.
     """
     text = text.strip()
     while match := DELIMITED.fullmatch(text.rstrip(".")):
@@ -347,18 +351,18 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit, whether the number equals a gold answer without
-                    unit)
+        quantity    (Reading of the number, words of the unit, whether the words are surely a unit). If they
+                    are not, the quantity does not equal a gold answer without a unit
         list        Readings of the elements of a list or set
-        tuple       (brackets, Readings of the elements). The brackets are a text such as "()". In their place
-                    x=1, y=2 has "=", a ratio has ":", 3 \pmod 7 has "mod 7", and a matrix has its shape
-        intervals   (variable or None, edges). An edge is (bracket, [Reading of the number]): 1<x\le2 has the
-                    edges (1 and 2]
+        tuple       (text, Readings of the elements). The text has the two brackets: "()". For x=1, y=2 it is
+                    "=", for a ratio ":", for 3 \pmod 7 "mod 7", and for a matrix it says the shape
+        intervals   (variable or None, edges). An interval is two edges. An edge is (bracket, [Reading of the
+                    number]): 1<x\le2 has the edges (1 and 2]
         named       (name before `=`, Reading of the text after it)
         chain       (Reading of the value, texts before it, roundings after it): 3+4=7 has the value 7, and
                     \frac56\approx0.83 has the value \frac56
-        text        of words: the words in lower case, without articles and plural s. Of one letter: the
-                    letter. Of 101_2, a number with its base: "101 base 2"
+        text        a text: several words in lower case, without articles and plural s; or one letter; or
+                    "101 base 2" for 101_2, a number with its base
 
     The other kinds have no parts (None): equation, which may be an inequality, and expression."""
     kind: str
@@ -380,8 +384,8 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
-# A unit that the gold answer lacks must have the name of a unit or a noun. After a number larger than 1, that
-# is a plural. Adverbs, participles and names of large numbers are no plurals: `5 nearly`, `5 halved`.
+# If only the answer has a unit, one of its words must be the name of a unit, or look like a noun: as a plural
+# after a number larger than 1 (MANY), else as a singular (ONE). `5 nearly` and `1 halved` do not.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -393,7 +397,7 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,4
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
-# m\angle, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
+# What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
 ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|[A-Za-z]{1,4}|"[^"]*")
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([^()]*\))?
   | \|[a-z]\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
@@ -477,7 +481,7 @@ def _several(reading):
 
 def _read_bounds(text, elements):
     r"""Returns one Reading for several inequalities, such as x<1 or x>2; None if they have different
-    variables. An element x\ne3 gives the edges 3) and (3, which take 3 out of the other intervals."""
+    variables. In x<5, x\ne3 the element x\ne3 adds the edges 3) and (3, so that 3 is not in the intervals."""
     cut = [r"\ne" in e.text for e in elements]
     edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
@@ -494,7 +498,7 @@ def _read_named(text, depth):
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
         return Reading("named", text, (name, read(text[len(parts[0] + found[0]):].strip(), depth)))
-    # The value is the last exact part. Its roundings may follow: 2+3=5 and \frac56\approx0.83.
+    # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = found.index(r"\approx") if r"\approx" in found else len(found)
     reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
     if set(found) <= {"=", r"\approx"} and symbols <= {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\approx"}:
@@ -514,10 +518,10 @@ def _read_union(text, depth):
     return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
 
 
-OPPOSITE = str.maketrans("[]()", ")(][")  # taking out [0,1] leaves the edges 0) and (1
+OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
-SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # x<2 ends at 2)
+SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # the interval of x<2 has the upper edge 2)
 
 
 def _read_inequality(text, depth):
@@ -545,8 +549,8 @@ def _read_inequality(text, depth):
 
 def _edges(reading):
     """Returns the edges of the intervals that a Reading means: a list of (bracket, [Reading of the number]),
-    empty if the Reading means no intervals. A pair in brackets, such as (1,2), counts as an
-    interval, and a number a as [a,a]."""
+    empty if the Reading means no intervals. A pair in brackets, such as (1,2), counts as an interval. The
+    number 5 counts as [5,5]."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):
         return parts[1] if kind == "intervals" else _edges(parts[1])
@@ -587,8 +591,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of a text with words, such as a number with a unit, of one letter (but not e or i),
-    or of capitals such as AB. None for any other text."""
+    """Returns the Reading of a text that has words (for example a unit), or that is only one letter (but not
+    e or i), or only capitals such as AB. None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -651,8 +655,8 @@ def _number(text):
 # --- equality
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
-# repeating the problem. A text that `_number` reads is a plain value. If the gold answer is a plain value, an
-# expression is wrong. What an answer may contain:
+# repeating the problem. In these rules, a plain value is a text that `_number` reads as a Number. If the gold
+# answer is a plain value, any other expression is wrong. What an answer may contain:
 #
 #     sign, decimal point, percent   always: they are part of a plain value
 #     power of ten                   always: 3\cdot10^4 and 10^6 are plain values
@@ -660,15 +664,16 @@ def _number(text):
 #                                    because it is a quotient that was not worked out
 #     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
 #     a calculation with numbers     if the gold answer has one, too: 37\cdot45\pi does not equal 1665\pi, and
-#     (`_calculations`)              2\pi+3\pi does not equal 5\pi. For these rules, 2+3i is a number. A power
-#                                    of a number is allowed if the gold answer has any power: x^2+y^2=5^2
+#     (see `_calculations`)          2\pi+3\pi does not equal 5\pi. 2+3i is a number, not a calculation. A
+#                                    power of a number may stand where the gold answer has any power: the
+#                                    answer x^2+y^2=5^2 equals x^2+y^2=25
 #     other + - * / and powers       if the gold answer is no plain value: 2x+6 equals 2(x+3)
 #     an operation of OPERATIONS     if the gold answer has an operation of the same line of OPERATIONS:
 #                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
 #                                    \frac{\sqrt3}{2}
 #
-# If the gold answer has a variable, roots, factorials and binomials are always allowed, but not with numbers
-# only: \binom{n}{2} equals n(n-1)/2, and 5!x does not equal 120x.
+# If the gold answer has a variable, the answer may always have roots, factorials and binomials of variables:
+# \binom{n}{2} equals n(n-1)/2. Those of numbers count as calculations: 5!x does not equal 120x.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"\\(?:int|sum|prod|lim|gcd|lcm|det)(?![a-z])|\\frac\{(?:d|\\partial)",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)",
@@ -773,12 +778,13 @@ def _variables(text):
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
-    # x_{1} may also be called x, but not x_{2}.
+    # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
     if other and not {a.kind, b.kind} <= {"number", "expression"}:
         return False
-    # A gold answer such as x+y=5 may be the equation of a line. So it is compared as an equation, and 5 is
-    # wrong. But x-5=0 is not yet the answer x=5.
+    # The gold answer x+y=5 may be the equation of a line. So the answer must be an equation, too: y=5-x is
+    # right, 5 is wrong. The gold answer x=5 is a value, and the equation x-5=0 is wrong, because it must
+    # still be solved.
     if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
     if other or "equation" in (a.kind, b.kind):
@@ -809,7 +815,7 @@ def _any(verdicts):
 
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
-    Reading has a unit, only the numbers are compared. A number with a unit never equals a percentage."""
+    Reading has a unit, only the numbers are compared."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # B equals (B) 15
@@ -890,8 +896,8 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     can't be parsed. math-verify may raise further errors.
 
     tolerance: largest relative difference of two numbers if a text has a decimal and `gold` is no integer;
-    default 1e-6. Only the steps of a chain such as 3+4=7 are given with a tolerance. They may be
-    calculations."""
+    default 1e-6. `_same_chain` sets it, to compare the steps of a chain such as 3+4=7. Then calculations
+    are allowed in `answer`."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -912,8 +918,8 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 
 @lru_cache(4096)
 def _calculations(text):
-    """Returns the variables in a text, and its kinds of calculations with numbers: "sum", "product", "power".
-    The variables are there because math-verify's parser reads X as x."""
+    """Returns the kinds of calculations with numbers in a text ("sum", "product", "power"), and its
+    variables. `math_equal` compares the variables, too, because math-verify's parser reads X as x."""
     from sympy import Add, Expr, I, Mul, flatten
 
     # The parser reads \frac{84}{2} as 42.
@@ -922,7 +928,7 @@ def _calculations(text):
     for node in _parse(text).find(Expr):
         terms = [flatten([term], cls=Mul) for term in flatten([node], cls=Add)]
         if len({tuple(f for f in term if not f.is_rational) for term in terms}) < len(terms):
-            found.add("sum")  # 2x+3x, because its terms differ only in rational factors
+            found.add("sum")  # 2x+3x: its terms differ only in rational factors
         numbers = [f for f in terms[0] if f not in (1, -1) and not (f.is_Pow and f.base == 10)
                    and (f.is_rational or f.is_number and f.has(I) and f != I)]
         found |= {"power" if f.is_Pow else "product" for f in numbers

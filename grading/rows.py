@@ -219,8 +219,8 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """Returns the value of the row's answer field. Of a dict, returns the value of `ground_truth` or `value`.
-    Of a list of one value, returns the value."""
+    """Returns the value of the row's answer field. If it is a dict, returns its `ground_truth` or `value`. If
+    it is a list of one value, returns this value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -244,8 +244,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if the row has no gold answer. Of a worked solution, returns only
-    the content of the box or the text after `####`. Raises UserError."""
+    """Returns the gold answer as text; None if the row has none. If the row has a worked solution, returns
+    only the content of the last box or the text after `####`. Raises UserError if a solution has neither."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -273,9 +273,9 @@ def _form(text):
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns lines about rows that may have wrong gold answers: one line for each form of answer (see _form)
-    that is not the most frequent one, and one for math problems whose answer has several words. rows:
-    (number, Row) of one file"""
+    """Returns lines about rows that may have wrong gold answers. Most gold answers of a file are in one place
+    (Row.form): in a box, after ####, or the whole text. For each other place there is a line. Another line is
+    about math problems whose answer has several words. rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
     odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]

@@ -60,7 +60,7 @@ LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stor
 MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
 WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
-LATE = 8  # the run ends if users' functions time out this number of times in a row
+LATE = 8  # the run ends if users' functions time out, or end a worker, this number of times in a row
 TELL = 10  # after each 10 seconds, a Grader says what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
@@ -226,8 +226,8 @@ def _grade_chunk(requests, deadline):
 
 
 def _message(error, spec):
-    """Returns the error as one line, with the last line of the user's file that was called. spec:
-    "FILE.py:FUNCTION". If the request was a comparison, `spec` is the answer, and no line is added."""
+    """Returns the error as one line of text, which also names the line of the user's file that failed. spec:
+    "FILE.py:FUNCTION". For a comparison, `spec` is the answer, and no line is named."""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -270,11 +270,11 @@ def user_files(spec: str) -> dict[str, str]:
 
 def _import_function(spec, arguments):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
-    1. the names of the arguments that the function gets by name; []: it gets `arguments` by position
-    2. its deadline `seconds` (see Grader); 0: it declares none
-    3. its number of calls at once, `parallel`; 0 without `seconds`
+    1. the names of the arguments that the function gets by name; [] if it gets `arguments` by position
+    2. the function's deadline `seconds` (see Grader); 0 if it has none
+    3. `parallel`, how many calls of the function run at once; 0 if it has no deadline
 
-    arguments: SCORE or TURN"""
+    arguments: SCORE for a reward function, TURN for an environment"""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -433,8 +433,9 @@ class Grader(AbstractContextManager):
 
     Raises UserError if a function does not exist, can't be imported or has other parameters. If grading
     raises an error, the reward is 0 and the reason is "error". `errors` keeps the first message of each type
-    of error. `failure` is a message if users' functions timed out LATE times in a row, or if a new server
-    imported edited files, else "". `check` raises it.
+    of error. `failure` is "", until users' functions fail LATE times in a row (time out or end a worker), or
+    until a new server imports files that were edited during the run. Then it is a message, which `check`
+    raises.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -446,7 +447,7 @@ class Grader(AbstractContextManager):
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
-        self.known = None  # user's function -> the result of `_import_function`; a failed import: its message
+        self.known = None  # user's function -> result of `_import_function`; or the message of an error
         self.files = {}  # user's function -> its `user_files` when it was imported
         self._late = 0  # number of timeouts and dead workers in a row, of users' functions
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
@@ -571,8 +572,9 @@ class Grader(AbstractContextManager):
         return any("row" in names for names, *_ in (self.known or {}).values())
 
     def check(self) -> None:
-        """Raises UserError if users' functions have timed out LATE times in a row (with `parallel`: 2 ×
-        `parallel` times, if that is more), or if their files were edited before the server was replaced."""
+        """Raises UserError if users' functions have timed out or ended a worker LATE times in a row (with
+        `parallel`: 2 × `parallel` times, if that is more), or if their files were edited before the server
+        was replaced."""
         if self.failure:
             raise UserError(self.failure)
 
