@@ -1,8 +1,9 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
-This file tokenises the rows that grading/rows.py reads, and draws each step's prompts as a pure function of
-(seed, step). It assigns a step's samples to minibatches (one for each update), ranks and packs. A pack is the
-tokens of one forward pass: several samples end to end.
+This file tokenises the rows that grading/rows.py reads. It draws the prompts of each step; these depend only
+on (seed, step) and, with --skip_solved, on the problems solved so far. It assigns a step's samples to
+minibatches (one for each update), ranks and packs. A pack is the tokens of one forward pass: several samples
+end to end.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -183,7 +184,7 @@ class Pack:
     unique: Tensor  # (U,) indices of the tokens that the model computes
     inverse: Tensor  # (T,) for each token, the position in `unique` of the token computed for it
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
-    ref_logp: Tensor | None = None  # (T,) from the reference
+    ref_logp: Tensor | None = None  # (T,) from the reference model of the KL term
     values: Tensor | None = None  # (T,) from the critic before the step's first update
     returns: Tensor | None = None  # (T,)
 

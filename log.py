@@ -358,8 +358,8 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. A variable of wandb that the user has set, such as
-    WANDB_MODE=offline, replaces the default in ENVIRONMENT."""
+    """Sends metrics and samples to Weights & Biases. If the user has set an environment variable of
+    wandb, such as WANDB_MODE=offline, its default in ENVIRONMENT is not used."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",

@@ -142,7 +142,7 @@ def _responses(path, kind="math"):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
-        if "gold" in row:  # from samples/ of a run: "answer" is the policy's answer
+        if "gold" in row:  # a row of a run's samples/: its "answer" is the policy's answer
             row["answer"] = row["gold"]
             if "segments" in row:  # the run had an --env: every second text is the environment's
                 row["response"] = "\n".join(row["segments"][::2])

@@ -385,7 +385,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     With --round_len, the unfinished trajectories are distributed over all ranks again after each round.
 
     If `carries` is false, sampling ends when all trajectories are complete.
-    If `carries` is true, sampling ends when two conditions hold:
+    If `carries` is true (training with --carry), sampling ends when two conditions hold:
     1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, a
        trajectory counts only when all trajectories of its prompt are complete.
     2. No prompt that began --max_staleness steps ago or earlier has an unfinished trajectory."""

@@ -425,9 +425,9 @@ def draw_and_carry(run: Run, step: int,
     """The sampling of `sample_step` with --carry: samples new prompts, and continues the trajectories
     (responses so far) that the previous step left. Returns the results of `sample_step`.
 
-    More prompts are sampled than the step needs, and the batch is chosen from those that finish. So up to
-    the end of `draw`, prompt_id is the prompt's number in the run (data.numbers_at). Then it is an index into
-    the batch."""
+    More prompts are sampled than the step needs, and the batch is chosen from those that finish. So the batch
+    is known only after `draw`. Until then, prompt_id is the prompt's number in the run (data.numbers_at).
+    After that, it is an index into the batch."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -820,7 +820,8 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
     the step.
 
-    A meter's NAME² is the mean of the squares of NAME, from which this function computes a variance."""
+    For some metrics NAME, the meter also has NAME², the mean of the squares. From the two, this function
+    computes the variance."""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)

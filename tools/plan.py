@@ -165,8 +165,8 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # 1. shape of the policy; 2. of the model that a critic starts from; 3. of the reference, left out if it
-    # is the shape of the policy
+    # The shapes of the policy, of the model that a critic starts from, and of the reference. The third may be
+    # left out if it is the shape of the policy.
     shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
@@ -387,7 +387,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
        the name of the model that is updated;
     2. its Usage (item -> bytes), with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. The gathered weights need a buffer of the same size.
+    # A sync gathers one layer or the root at a time. This needs a buffer of the size of the gathered weights,
+    # and a copy of this rank's shard of them.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
@@ -512,7 +513,8 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 def _collectives(case, name, kept):
     """Returns collective -> Sent for the updates of a model, as in `traffic`."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
-    over, groups = (shards, -(-shards // case.local)), case.world // shards  # over: a group's ranks and nodes
+    # A group of `shards` ranks has one copy of the weights. over: number of ranks and of nodes of a group.
+    over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
     return {"forward": sent(case.number * params, *over),
             "backward": sent(case.number * shape.layers * shape.layer, *again),
