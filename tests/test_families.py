@@ -135,17 +135,6 @@ def test_vllm_agrees_with_the_trainer(folder_of):
     assert max(gaps) < 1e-4, gaps
 
 
-def test_dropout_is_off(folder_of):
-    path = folder_of("phi3")
-    p = data.pack(ranks.make_samples(3))
-    for module in (model.load_policy(path), model.load_critic(path)):
-        off = [m.training for m in module.modules() if isinstance(m, torch.nn.Dropout)]
-        assert off and not any(off)
-        args = (p, 1.0) if isinstance(module, model.Policy) else (p,)
-        first, second = (torch.stack([*module(*args)]) for _ in range(2))
-        assert torch.equal(first, second)
-
-
 def changed_folder(source: str, out: Path, **changes) -> str:
     """Copies a model's folder `source` to `out` with `changes` in config.json."""
     out.mkdir()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import ckpt
+from configs import read_jsonl
 from log import read_metrics
 
 DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
@@ -33,64 +34,46 @@ def told(start: str) -> str:
 # A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
 # docs/forking.md.
 # Section 1 of docs/forking.md, OPO (arXiv 2505.23585): the baseline is the mean reward, weighted by length.
-OPO = [
-    ("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
-    ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
-     told("    if cfg.advantage == ")),
-]
+OPO = [("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
+       ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
+        told("    if cfg.advantage == "))]
 # Section 1 of docs/forking.md, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
-SAPO = [
-    ("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
-     'ratio: Literal["token", "sequence", "clipped", "soft"]'),
-    ("grpo.py", '    elif ratio in ("token", "sequence"):',
-     told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):'),
-]
+SAPO = [("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
+         'ratio: Literal["token", "sequence", "clipped", "soft"]'),
+        ("grpo.py", '    elif ratio in ("token", "sequence"):',
+         told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):')]
 # Section 2 of docs/forking.md: the reference is a moving average of the policy's weights.
-AVERAGE = [
-    ("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
+AVERAGE = [("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)
-""", told("    for old, new in zip(run.ref")),
-]
+""", told("    for old, new in zip(run.ref"))]
 # Section 3 of docs/forking.md: a new metric is the number of digits in a response.
-DIGITS = [
-    ("log.py", '        "reward": [s.reward for s in samples],\n',
-     '        "reward": [s.reward for s in samples],\n' + told('        "digits": ')),
-]
+DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
+           '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
 # Section 4 of docs/forking.md: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
-ENDS = [
-    ("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
-    ("engines/torch_engine.py", "        if self.cfg.stop:\n",
-     told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
-    ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS),
-]
+ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
+        ("engines/torch_engine.py", "        if self.cfg.stop:\n",
+         told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
+        ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS)]
 # Section 4 of docs/forking.md: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 # Section 5 of docs/forking.md: training data is read from CSV files.
-CSV = [
-    ("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
-    ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":')),
-]
+CSV = [("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
+       ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":'))]
 # Section 6 of docs/forking.md: an engine without a cache computes the whole sequence for each token.
-ENGINE = [
-    ("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
-    ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
-    ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
-     told("from engines.slow_engine")),
-]
+ENGINE = [("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
+          ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
+          ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
+           told("from engines.slow_engine"))]
 # Section 7 of docs/forking.md: Muon optimizes the matrices of the layers.
-MUON = [
-    ("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-     "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
-     told("    matrices = ")),
-]
+MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
+         "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
+         told("    matrices = "))]
 # Section 8 of docs/forking.md: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
-S3 = [
-    ("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(final.parent")),
-    ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST),
-]
+S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(")),
+      ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST)]
 # Section 9 of docs/forking.md: the reward has a second part, which falls with the response's length.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
@@ -249,8 +232,9 @@ def train_with(folder: str, fields: dict) -> bool:
 
 
 def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
-    """Trains with the fork and a changed config, and saves after every step. Returns the metrics."""
-    fields = dataclasses.asdict(cfg) | dict(eval_data=(), eval_every=1, save_every=1) | changes
+    """Trains with the fork and a changed config, and saves every step to FOLDER/run. Returns the metrics."""
+    fixed = dict(eval_data=(), eval_every=1, save_every=1, out=f"{folder}/run")
+    fields = dataclasses.asdict(cfg) | fixed | changes
     assert run_ranks(world, train_with, folder, fields) == [complete] * world
     return read_metrics(Path(fields["out"]))
 
@@ -277,19 +261,18 @@ def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def samples_at(out: Path, step: int) -> list[dict]:
-    rows = [json.loads(line) for line in open(out / f"samples/step_{step:06d}.jsonl", encoding="utf-8")]
+def samples_at(folder: Path, step: int) -> list[dict]:
+    rows = read_jsonl(folder / f"run/samples/step_{step:06d}.jsonl")
     assert len(rows) == 32
     return rows
 
 
 def test_a_moving_average_as_the_reference(base, tmp_path):
-    out = tmp_path / "run"
-    rows = run_fork(fork(tmp_path, AVERAGE), base, out=str(out), kl_coef=0.001, ref_refresh=True, steps=3)
+    rows = run_fork(fork(tmp_path, AVERAGE), base, kl_coef=0.001, ref_refresh=True, steps=3)
     start = load_file(f"{base.model}/model.safetensors")
     average = {name: x.double() for name, x in start.items()}
     for step in (1, 2, 3):
-        policy, ref = (saved(out, step, who, base.model) for who in ("policy", "ref"))
+        policy, ref = (saved(tmp_path / "run", step, who, base.model) for who in ("policy", "ref"))
         for name in average:
             average[name] += 0.01 * (policy[name].double() - average[name])
             assert (ref[name] - average[name]).abs().max() < 3e-7, (step, name)
@@ -298,10 +281,9 @@ def test_a_moving_average_as_the_reference(base, tmp_path):
 
 
 def test_another_metric(base, tmp_path):
-    out = tmp_path / "run"
-    rows = run_fork(fork(tmp_path, DIGITS), base, out=str(out), steps=2)
+    rows = run_fork(fork(tmp_path, DIGITS), base, steps=2)
     for step in (0, 1):
-        counts = [sum(c in "0123456789" for c in s["response"]) for s in samples_at(out, step)]
+        counts = [sum(c in "0123456789" for c in s["response"]) for s in samples_at(tmp_path, step)]
         assert rows[step]["digits"] == pytest.approx(sum(counts) / 32) and sum(counts) > 0
 
 
@@ -318,7 +300,7 @@ def test_another_stop_rule(base, tmp_path):
     """The run stops after the first step with a mean reward above 0.99, and can be exported."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
-    rows = run_fork(folder, base, complete=False, out=str(out), steps=9, reward=(f"{tmp_path}/late.py:late",))
+    rows = run_fork(folder, base, complete=False, steps=9, reward=(f"{tmp_path}/late.py:late",))
     assert 2 < len(rows) < 9 and [r["step"] for r in rows] == list(range(len(rows)))
     assert rows[-1]["reward"] > 0.99 and all(r["reward"] <= 0.99 for r in rows[:-1])
     assert ckpt.complete(out)[-1] == ckpt.step_folder(out, len(rows)) and not (out / "export").exists()
@@ -331,10 +313,9 @@ def test_another_stop_rule(base, tmp_path):
 def test_responses_that_repeat_themselves_end(base, tmp_path):
     """The engine ends a response as soon as its last 6 tokens are not all different."""
     edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
-    out = tmp_path / "run"
-    run_fork(fork(tmp_path, edits), base, out=str(out), steps=1, stop=(), save_samples="all", save_logps=True)
+    run_fork(fork(tmp_path, edits), base, steps=1, stop=(), save_samples="all", save_logps=True)
     ended = 0
-    for row in samples_at(out, 0):
+    for row in samples_at(tmp_path, 0):
         ids = row["ids"]
         repeats = [n for n in range(6, len(ids) + 1) if len(set(ids[n - 6:n])) < 6]
         assert repeats in ([], [len(ids)])
@@ -356,7 +337,7 @@ def test_csv_files(tmp_path):
 
 
 def test_a_new_engine(base, tmp_path):
-    rows = run_fork(fork(tmp_path, ENGINE), base, out=str(tmp_path / "run"), steps=1, engine="slow")
+    rows = run_fork(fork(tmp_path, ENGINE), base, steps=1, engine="slow")
     assert rows[0]["logp_gap/max"] < 1e-4 and rows[0]["grad_norm/policy"] > 0
 
 
@@ -364,7 +345,7 @@ def test_muon(base, tmp_path):
     """The first update of each sharded layer matrix equals Muon's formula."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
-    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
+    rows = run_fork(folder, base, world=2, steps=2)
     start, lr = load_file(f"{base.model}/model.safetensors"), rows[0]["lr/policy"]
     weights, compared = saved(out, 1, "policy", base.model), 0
     matrices = [name for name, x in start.items() if ".layers." in name and x.ndim == 2]
@@ -394,11 +375,11 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
     (tmp_path / "bin/aws").write_text(AWS.replace("BUCKET", str(bucket)))
     (tmp_path / "bin/aws").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
+    rows = run_fork(folder, base, world=2, steps=2)
     weights = saved(out, 2, "policy", base.model)
     shutil.rmtree(out)
     shutil.rmtree(bucket / "runs/orz-7b/ckpt/step_000002")
-    again = run_fork(folder, base, world=2, out=str(out), steps=2)
+    again = run_fork(folder, base, world=2, steps=2)
     assert (out / "ckpt/step_000001/COMPLETE").exists()
     assert maths(again)[-1] == maths(rows)[-1]
     assert all(torch.equal(x, weights[name]) for name, x in saved(out, 2, "policy", base.model).items())
@@ -406,11 +387,9 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 def test_a_second_reward_part(base, tmp_path):
     """Gamma and lambda are 1, so each token's return is the sum of both parts."""
-    out = tmp_path / "run"
-    reward = (*base.reward, "brevity")
-    rows = run_fork(fork(tmp_path, BREVITY), base, out=str(out), steps=2, reward=reward)
+    rows = run_fork(fork(tmp_path, BREVITY), base, steps=2, reward=(*base.reward, "brevity"))
     for step in (0, 1):
-        samples = samples_at(out, step)
+        samples = samples_at(tmp_path, step)
         lengths = [s["tokens"] for s in samples]
         scores = [s["reward"] - 0.001 * s["tokens"] for s in samples]
         row, total = rows[step], sum(n * score for n, score in zip(lengths, scores, strict=True))
@@ -424,7 +403,7 @@ def test_a_part_of_the_layers(base, tmp_path):
     """Only the weights of the last layer change and have optimizer state. Two ranks shard the layers."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
-    rows = run_fork(folder, base, world=2, out=str(out), steps=2)
+    rows = run_fork(folder, base, world=2, steps=2)
     start, end = load_file(f"{base.model}/model.safetensors"), saved(out, 2, "policy", base.model)
     trained = {name for name in start if name.startswith("model.layers.1.")}
     assert len(trained) == 12 < len(start)
