@@ -159,7 +159,6 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
 @pytest.mark.parametrize("victim,moment", [
     (0, "samples/step_000000*"), (1, "ckpt/.step_000002*"), (0, "ckpt/.step_000004*")])
 def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, victim, moment):
-    """A rank is killed before or during a save. The restarted run equals an uninterrupted run."""
     processes, _ = start_ranks(2, ranks.main, dataclasses.replace(base, out=str(tmp_path)))
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
     processes[victim].kill()
@@ -293,15 +292,16 @@ def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
     assert re.search(r"^rank 1: .*/ranks.py\", line \d+ in hang$", said, re.MULTILINE)
 
 
-def test_an_export_of_what_is_not_there_is_refused(two_ranks):
+def test_an_export_of_what_is_not_there_is_refused_and_the_usage_is_said(two_ranks, capsys):
     for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "has no ref"),
                        (["4"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
             ckpt.main(["export", str(two_ranks[0]), *argv])
+    ckpt.main([])
+    assert "python ckpt.py export RUN last OUT " in capsys.readouterr().out
 
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
-    """A run that began with --resume PATH continues, after a restart, from its own newest checkpoint."""
     (there,), (eight, ten) = marked(tmp_path / "there", [6]), marked(tmp_path / "here", [8, 10])
     new, link = tmp_path / "new", tmp_path / "link"
     link.symlink_to("here")
@@ -409,11 +409,6 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
     assert json.loads((theirs.parent / "torz.json").read_text())["step"] == 4
 
 
-def test_ckpt_alone_says_what_to_type(capsys):
-    ckpt.main([])
-    assert "python ckpt.py export RUN last OUT " in capsys.readouterr().out
-
-
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
     """The folder of an unfinished run keeps its name, so that the training resumes."""
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -448,15 +443,12 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
         (temp / "COMPLETE").unlink()
         ckpt.publish(temp, final, {"step": 2}, {})
 
-    before = tree(final)
-    with pytest.raises(OSError, match="not empty.*step_000004"):
-        publish()
-    assert tree(final) == before and temp.exists()
-    (final / "COMPLETE").unlink()
-    (final / "notes.txt").write_text("mine")
-    with pytest.raises(OSError, match="not empty.*step_000004"):
-        publish()
-    assert tree(final) == {"notes.txt": b"mine"}
+    for kept in (tree(final), {"notes.txt": b"mine"}):
+        with pytest.raises(OSError, match="not empty.*step_000004"):
+            publish()
+        assert tree(final) == kept and temp.exists()
+        (final / "COMPLETE").unlink(missing_ok=True)
+        (final / "notes.txt").write_text("mine")
     (final / "notes.txt").unlink()
     publish()
     assert json.loads((final / "state.json").read_text()) == {"step": 2} and not temp.exists()
@@ -681,7 +673,6 @@ def test_notes_in_an_old_checkpoint_stay(tmp_path):
 
 
 def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
-    """With `--model NEW_PATH` the export equals the run's own export, byte by byte."""
     out, moved = copy_of(two_ranks, tmp_path / "run"), str(tmp_path / "moved")
     for folder in ckpt.complete(out):
         state = json.loads((folder / "state.json").read_text())
