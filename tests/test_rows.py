@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -40,7 +41,7 @@ SHORT = {  # word in a row -> text that replaces the word
     "TALK": said(("system", "Be brief."), ("user", "0+1="), ("assistant", "1"), ("user", Q),
                  ("assistant", "2")),
     "ASSISTANT": said(("assistant", "x")),
-    "BLANK": said(("user", " ")),
+    "BLANK": said(("user", " ")), "EMPTY": said(("system", ""), ("user", Q)),
     "SYSTEM_LAST": said(("user", Q), ("system", "x")),
     "NARRATOR": said(("narrator", "x"), ("user", Q)),
     "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
@@ -219,21 +220,16 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
 
 @pytest.mark.parametrize("fields,dataset", [
     ("", ""), ('"dataset": "gsm8k"', "gsm8k"), ('"dataset": ["gsm8k"]', "gsm8k"), ('"dataset": " a "', "a"),
-    ('"dataset": []', ""), ('"dataset": null', ""), ('"dataset": 5', "5"), ('"dataset": [""]', ""),
-    ('"dataset": [null]', ""),
+    *((f'"dataset": {nothing}', "") for nothing in ("[]", "null", '[""]', "[null]")), ('"dataset": 5', "5"),
     ('"data_source": "openai/gsm8k"', "openai/gsm8k"), ('"dataset": null, "data_source": "d"', "d"),
-    ('"dataset": "a", "data_source": "b"', "a")])
-def test_a_row_names_its_data_set_as_rlvr_or_verl_do(fields, dataset):
+    ('"dataset": "a", "data_source": "b"', "a"),
+    *((f'"{name}": {several}', None) for name in ("dataset", "data_source")
+      for several in ('["a", "b"]', '{"name": "a"}', "true", '[["a"]]', "NaN"))])
+def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
     row = ROW.decode('{"prompt": "1+1=", "answer": "2"%s}' % (fields and f", {fields}"))
-    assert rows.problem_of(row, "row 1").dataset == dataset
-
-
-@pytest.mark.parametrize("value", ['["a", "b"]', '{"name": "a"}', "true", '[["a"]]', "NaN"])
-def test_several_data_sets_of_a_row_are_refused(value):
-    for name in ("dataset", "data_source"):
-        row = ROW.decode(f'{{"prompt": "1+1=", "answer": "2", "{name}": {value}}}')
-        with pytest.raises(UserError, match="has the data set .*; needed: the name of one data set$"):
-            rows.problem_of(row, "f row 1")
+    error = pytest.raises(UserError, match="has the data set .*; needed: the name of one data set$")
+    with error if dataset is None else nullcontext():
+        assert rows.problem_of(row, "row 1").dataset == dataset
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
@@ -310,6 +306,8 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
+    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn is nothing to show
+    assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
@@ -338,12 +336,6 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
     assert "\n" not in str(e.value) and "needed: " in str(e.value)
     tokenizer.chat_template = TURNS  # a template may remove spaces
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
-
-
-def test_an_empty_system_turn_is_nothing_to_show(tokenizer, tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"messages": json.loads(said(("system", ""), ("user", Q))), "answer": "2"}))
-    assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
