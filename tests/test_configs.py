@@ -12,10 +12,17 @@ import configs
 from configs import PRESETS, Config, UserError, check_paths, parse
 
 
-def test_a_flag_beats_the_layout_which_beats_the_preset():
+def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
     assert parse(["orz-7b"]).critic_updates == 12
     assert parse(["orz-7b", "--layout=debug"]).critic_updates == 1
     assert parse(["orz-7b", "--layout", "debug", "--critic-updates", "3"]).critic_updates == 3
+    # the preset's evaluation sets are not those of own data
+    assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
+    monkeypatch.setenv("DEBUG_MODE", "True")
+    assert parse(["orz-7b"]).ranks == 8
+    monkeypatch.setenv("DEBUG_MODE", "maybe")
+    with pytest.raises(UserError, match="DEBUG_MODE"):
+        parse(["orz-7b"])
 
 
 def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(monkeypatch, capsys):
@@ -26,18 +33,6 @@ def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(mon
         assert capsys.readouterr().out == f"no preset given: orz-7b --layout {layout}, for {ranks} ranks\n"
         assert parse(["orz-7b"]).layout == "any" and parse(["--layout", "any"]).layout == "any"
         capsys.readouterr()
-
-
-def test_own_data_are_not_evaluated_on_the_presets_sets():
-    assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
-
-
-def test_debug_mode_in_the_environment_means_the_debug_layout(monkeypatch):
-    monkeypatch.setenv("DEBUG_MODE", "True")
-    assert parse(["orz-7b"]).ranks == 8
-    monkeypatch.setenv("DEBUG_MODE", "maybe")
-    with pytest.raises(UserError, match="DEBUG_MODE"):
-        parse(["orz-7b"])
 
 
 def test_the_length_of_a_run_is_given_once():

@@ -23,6 +23,7 @@ from engines.torch_engine import TorchEngine
 from log import read_metrics
 from rollout import moves
 
+CFG = dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, round_len=2, carry=0.75)
 PAIRS = tuple(a + b for a in string.ascii_lowercase for b in string.ascii_lowercase)
 BFLOAT16 = 2 ** -7  # tolerance for exported weights: one unit in the last place of bfloat16
 ANSWER = '''
@@ -39,9 +40,9 @@ def carrying(base):
 
 
 def setup(folder: str, **settings):
-    settings = dict(stop=tuple("abcdefghijklm"), prompts_per_step=4, samples_per_prompt=3, device="cpu",
-                    max_response_len=30, round_len=2, carry=0.75, max_staleness=2) | settings
-    cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=folder, **settings)
+    settings = dict(stop=tuple("abcdefghijklm"), samples_per_prompt=3, device="cpu", max_response_len=30,
+                    max_staleness=2) | settings
+    cfg = dataclasses.replace(CFG, model=folder, **settings)
     tokenizer = model.load_tokenizer(folder)
     texts = [f"{a}+{b}=" for a in range(10, 14) for b in range(5, 8)]
     problems = [Problem(text, tuple(tokenizer(text).input_ids), "1") for text in texts]
@@ -89,11 +90,10 @@ def six_steps(folders):
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
     """Seven prompts are in progress; each step returns four, each at most two steps after it began."""
-    steps, left = six_steps
-    cfg, seen = setup_cfg(), []
+    (steps, left), seen = six_steps, []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
         assert Counter(s.prompt_id for s in samples) == dict.fromkeys(chosen, 3) and len(chosen) == 4
-        assert all(step - 2 <= data.step_of(i, cfg) <= step for i in chosen) and chosen == sorted(chosen)
+        assert all(step - 2 <= data.step_of(i, CFG) <= step for i in chosen) and chosen == sorted(chosen)
         assert all(s.reason and (s.stopped or len(s.ids) == 30) for s in samples)
         seen += chosen
         still = {s.prompt_id for s in rest}
@@ -106,12 +106,12 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     """PPO does not compare a prompt's samples, so a step returns the 12 oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
-    parts, seen, cfg = run_ranks(2, sampled, folders, settings), [], setup_cfg()
+    parts, seen = run_ranks(2, sampled, folders, settings), []
     for step, ((numbers, samples), rest) in enumerate(zip(steps, left, strict=True)):
         keys = [(s.prompt_id, s.sample_id) for s in samples]
         assert len(keys) == 12 and keys == sorted(keys) and {i for i, _ in keys} == set(numbers)
         ended = [(s.prompt_id, s.sample_id) for s in rest if s.reason]
-        assert all(step - 1 <= data.step_of(i, cfg) for i, _ in keys)
+        assert all(step - 1 <= data.step_of(i, CFG) for i, _ in keys)
         assert not ended or min(ended) > max(keys)
         seen += keys
         assert len(rest) == 9
@@ -148,10 +148,6 @@ def test_a_round_as_long_as_a_response_deals_samples_once(folders):
         assert all(len(of_rank) == 1 for of_rank in rounds)
         assert all({prompt for prompt, _ in only} == set(range(4)) for (only,) in rounds)
         assert sorted(sum((only for (only,) in rounds), [])) == [(i, j) for i in range(4) for j in range(3)]
-
-
-def setup_cfg():
-    return dataclasses.replace(PRESETS["tiny-grpo"], prompts_per_step=4, round_len=2, carry=0.75)
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
@@ -267,7 +263,7 @@ def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
 
 def test_every_prompt_begins_in_one_step():
     for count, carry in ((4, 0.0), (4, 0.5), (5, 0.3), (1, 0.9)):
-        cfg = dataclasses.replace(setup_cfg(), prompts_per_step=count, carry=carry)
+        cfg = dataclasses.replace(CFG, prompts_per_step=count, carry=carry)
         numbers = [(i, step) for step in range(6) for i in data.numbers_at(step, cfg)]
         assert [i for i, _ in numbers] == list(range(6 * count + cfg.extra_prompts))
         assert all(data.step_of(i, cfg) == step for i, step in numbers)

@@ -33,14 +33,8 @@ import os
 
 from reward import Reply
 
-def twice(problem, text, turn):
-    return f"{turn}:{problem}" if turn < 3 else None
-
-def paid(problem, text, turn):
-    return Reply("go on", reward=turn / 2) if turn < 2 else Reply("left out", reward=-3.0, done=True)
-
-def solves(problem, text, turn):
-    return r"<answer>\\boxed{1}</answer>" if turn == 1 else None
+class Marked(str):
+    pass
 
 def hangs(problem, text, turn):
     while True:
@@ -49,27 +43,17 @@ def hangs(problem, text, turn):
 def raises(problem, text, turn):
     raise KeyError(turn)
 
-def exits(problem, text, turn):
-    os._exit(3)
-
-def shows(problem, text, turn):
-    return Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)
-
-def counts(problem, text, turn):
-    return f"{len(text)};", None, False
-
-class Marked(str):
-    pass
-
-def marked(problem, text, turn):
-    return Marked(problem)
-
 def fails_on_some(problem, text, turn):
     if problem.startswith("10"):
         os._exit(3)
     return None
 '''
 ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, value in {
+    "twice": "f'{turn}:{problem}' if turn < 3 else None", "exits": "os._exit(3)",
+    "paid": "Reply('go on', reward=turn / 2) if turn < 2 else Reply('left out', reward=-3.0, done=True)",
+    "solves": r"r'<answer>\boxed{1}</answer>' if turn == 1 else None", "marked": "Marked(problem)",
+    "shows": "Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)",
+    "counts": "(f'{len(text)};', None, False)",
     "endless": "'>'", "floods": "'1' * 1000", "drowns": "'1' * 10**8", "mumbles": "3.5",
     "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))"}.items())
 

@@ -142,9 +142,9 @@ def test_a_nucleus_is_vllms():
 
 
 def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    """As long as responses to a prompt have equal tokens, they are one row of the torch engine's batch."""
     engine, rows = engines[0]["torch"], []
     step = engine.decoder.step
+
     def counted_step(tokens, *rest):
         rows.append(len(tokens))
         return step(tokens, *rest)
@@ -187,7 +187,6 @@ def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, promp
 
 
 def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
-    """A response with a smaller limit of tokens is the start of the response with a larger limit."""
     limits = {(i, j): 2 + 3 * i for i in prompts for j in range(2)}
     whole, requests = generate(engine, policy, prompts, n=2), {k: prompts[k[0]] for k in limits}
     with engine.awake(dist.full_weights(policy), version=3):
@@ -397,7 +396,6 @@ def test_another_temperature_is_caught_and_the_right_one_passes(engine, policy, 
 
 
 def test_abandoned_requests_are_aborted(engine, policy, prompts):
-    """If the caller stops after one response, the next call returns no response of the stopped call."""
     with engine.awake(dist.full_weights(policy), version=3):
         next(iter(responses(engine, prompts, **OPTIONS | {"n": 4})))
     samples = generate(engine, policy, prompts, n=2)
