@@ -1,9 +1,10 @@
 """All use of torch.distributed, except for checkpoint files: start the ranks, shard models, exchange and sum
 data, time the phases of a step, stop together.
 
-FSDP2 (fully_shard) shards parameters over all ranks, or with --shard_ranks within groups of ranks. Gradients
-are *summed* over ranks, not averaged: each rank has already divided its loss by a count over all ranks, such
-as the number of tokens of a minibatch. So the number of ranks does not change the result."""
+FSDP2 (fully_shard) shards parameters over all ranks. With --shard_ranks N, each group of N ranks has all
+parameters, and shards them over its ranks. Gradients are *summed* over ranks, not averaged: each rank has
+already divided its loss by a count over all ranks, such as the number of tokens of a minibatch. So the number
+of ranks does not change the result."""
 
 import contextlib
 import datetime
@@ -170,19 +171,21 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
     `recompute`: see PackModel.recompute.
 
-    `reshard` says which gathered weights stay on the device, and so how often weights are gathered:
+    `reshard` says what a rank does with the gathered weights of a layer after the layer's forward pass:
 
-        True      the root, until the end of the backward pass. A layer is gathered in the forward pass, and
-                  again in the backward pass.
-        a number  the root, as for True. Of each layer, a rank keeps 1/number from the forward pass to the
-                  layer's backward pass, which then gathers the layer from only `number` neighbouring ranks.
-        False     all weights, until `accumulate` or `on_device` ends: one gather an update."""
+        True      It frees them. The backward pass gathers them again, from all ranks.
+        a number  It keeps 1/number of them. The backward pass gathers them again, but only from `number`
+                  neighbouring ranks, which together have the whole layer.
+        False     It keeps them until `accumulate` or `on_device` ends, so an update gathers them only once.
+
+    The gathered weights of the root stay until the end of the backward pass, or for False as long as those
+    of the layers."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
-        # None: FSDP's default, which keeps the root gathered
+        # None is FSDP's default. It keeps the root's weights gathered after the forward pass.
         fully_shard(group, mesh=over, mp_policy=precision,
                     reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)
@@ -206,12 +209,14 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights of a model, including those that `shard` keeps because of `reshard`."""
+    """Free all gathered weights of a model, also those that FSDP keeps between forward and backward pass
+    (argument `reshard` of `shard`)."""
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for param in before - set(model.parameters()):  # FSDP (torch 2.13) does not free these
+    # module.reshard() has replaced some parameters, but FSDP (torch 2.13) does not free the old ones.
+    for param in before - set(model.parameters()):
         local(param).untyped_storage().resize_(0)
 
 
@@ -451,7 +456,8 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # --- the network
 
-# Text about a speed; environment variable that can make it slow; the likely cause if the variable is not set.
+# For each of the two speeds that measure_network returns: the text that prints it; an environment variable
+# that makes it slow if it is set; the likely cause of a slow speed if the variable is not set.
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
@@ -485,8 +491,11 @@ def measure_network(world: World, local: int) -> list[float]:
 
 
 def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
-    """Measure the network and print it in one line, with the likely cause if it has less than half of the
-    planned speed. local: number of ranks of a node. planned: bytes/s as in `measure_network`; 0: unknown.
+    """Measure the network and print its speeds in one line. For a speed below half of the planned one, also
+    print the likely cause.
+
+    local: number of ranks of a node
+    planned: the two numbers of `measure_network` as tools/plan.py assumes them; 0: unknown
 
     Nothing is measured if machines have different numbers of ranks. On one machine, nothing is measured if
     the planned speed is unknown, as on CPUs, because the measurement would only delay the start."""
@@ -553,5 +562,5 @@ stop_signal: list[Any] = []
 
 
 def stop_requested() -> bool:
-    """Returns whether any rank got a signal to stop. A collective."""
+    """Returns whether any rank got a signal to stop. All ranks must call this function together."""
     return bool(all_max(torch.tensor(len(stop_signal))))

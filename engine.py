@@ -163,7 +163,8 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.checked_weights(weights)
                 self.load(stream)
-                for name, _ in stream:  # at its end, the stream checks for missing weights
+                # Usually this loop has no iteration: it only makes checked_weights look for missing weights.
+                for name, _ in stream:
                     raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")
             yield self
@@ -242,13 +243,16 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
     """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
-    ends in `after`.
+    ends there.
 
-    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`."""
+    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`. Only
+    the start of `after` is searched. A stop string that ends later is completely in `after`, so the engine
+    stopped there when it sampled `after`."""
     if not stop:
         return 0
-    # A token has at least one byte, so a stop string has at most as many tokens as bytes. The 8 extra tokens
-    # are for a character of several bytes that is cut at the start of the window.
+    # A token has at least one byte, so a stop string has at most as many tokens as bytes. This many tokens on
+    # either side are enough. The 8 extra tokens are for a character of several bytes that is cut at the
+    # start of `tail`.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

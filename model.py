@@ -7,9 +7,9 @@ computed once.
 A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the same names as in
 Hugging Face's own classes. For attention, transformers calls `packed_attention`, which has three cases:
 
-    training on CUDA in bf16             torch's varlen kernel, which takes segments end to end
-    training on a CPU, or in fp32        torch's ordinary attention; each segment is a row, with padding
-    decoding in the PyTorch engine       ordinary attention to a cache of keys and values
+    a pack on CUDA in bf16           torch's varlen kernel, which takes segments end to end
+    a pack on a CPU, or in fp32      scaled_dot_product_attention: each segment is a row, with padding
+    a step of the PyTorch engine     scaled_dot_product_attention of new tokens to a cache of keys and values
 
 Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
 
@@ -128,7 +128,8 @@ class Segments:
     is read from one of them.
 
     With the varlen kernel (CUDA, bf16) there is one slot for each of the pack's T tokens. On a CPU, and in
-    fp32, the slots form blocks. Each row of a block is one segment. A dot is padding:
+    fp32, attention takes rows of equal length. So there the slots form rectangular blocks. Each row of a
+    block is one segment, and a dot is padding:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -156,8 +157,12 @@ class Segments:
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the slots in blocks, as in the picture of `Segments`. The sizes of the blocks must be known
-        on the host. They depend on the lengths of the segments, so the lengths are copied to the host."""
+        """Arrange the slots in blocks for scaled_dot_product_attention. A slot is the place of one token's
+        query, key and value. A block has the slots of segments of similar length, one segment in each row,
+        and is padded at the end of its rows. `Segments` shows an example.
+
+        The sizes of the blocks must be known on the host. They depend on the lengths of the segments, so the
+        lengths are copied to the host."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments share a block if their lengths round up to the same power of 2 (at least 16).
@@ -322,7 +327,7 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 class LMHead(nn.Linear):
     """The output layer of a language model. `forward` returns log-probs and entropies instead of logits. They
-    need the whole weight. FSDP gathers it before Policy.forward runs, so they are computed there.
+    need the whole weight. FSDP gathers it when Policy.forward begins, so Policy.forward computes them.
 
     Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
     the same effect."""
@@ -369,19 +374,20 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """If the head and the embedding are tied, make their weights the same tensor (only in Policy). Must
-        be called again after parameters were replaced."""
+        """Make the weights of head and embedding the same tensor, if the model's config says so. A Policy
+        overrides this method. A Critic has no such head, so here it does nothing. Must be called again
+        after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
-        """Set what each layer stores for the backward pass. The backward pass computes the rest again.
+        """Set what each layer stores for the backward pass, which computes the rest again.
 
-            the first `whole` layers    their input
-            the other layers            their input, and the results of matrix products and of attention
-
-        If `whole` is None, all layers store everything."""
+            the first `whole` layers      only their input
+            the other layers              their input, and the results of matrix products and of attention
+            all layers if whole is None   everything"""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # FSDP's hooks run outside of `forward`, so a recomputed `forward` does not gather weights again.
+            # The backward pass repeats only `forward`. It does not repeat FSDP's hooks, which gather and free
+            # the weights, because they run outside of `forward`.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -485,8 +491,8 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# The files of a model that are downloaded. Files in subfolders, and files whose names begin with
-# consolidated, are ignored: they hold the same weights in other formats.
+# The files of a model that are downloaded. Some models of the Hub have the weights a second time, in another
+# format: in subfolders, or in files such as consolidated.safetensors. These copies are not downloaded.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
@@ -557,16 +563,17 @@ def load_tokenizer(path: str) -> Any:
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
-    load_config(path)  # raises UserError; for some families AutoTokenizer would raise another error
+    load_config(path)  # only for its UserError: for some families AutoTokenizer would raise another error
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of all that a tokenizer does, except for the chat template."""
-    # The example shows settings that are not rules, such as clean_up_tokenization_spaces.
+    # The ids and the text of this example depend on settings that `rules` lacks, such as
+    # clean_up_tokenization_spaces.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    # Padding and truncation depend on how the tokenizer was called last.
+    # Padding and truncation are left out, because every call of the tokenizer changes them.
     rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 

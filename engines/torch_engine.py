@@ -60,7 +60,8 @@ class Cache:
         column = torch.arange(self.width + steps, device=like.device)
         # (capacity, 1, 1, columns) bool, false at padding
         self.allowed = (column >= padding[:, None])[:, None, None]
-        # In a prefill of T prompt tokens: the row and the column of each token, two tensors (T,).
+        # During a prefill (the forward pass of T prompt tokens), `prefill` has two tensors (T,): the row and
+        # the column of each token. In decoding steps it is None.
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -82,9 +83,10 @@ class Cache:
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Change the cache to n rows. `parents` (n,), sorted, has the old row of each. An old row that occurs
-        several times is copied, and one that does not occur is overwritten. Returns (n,): the new row of each
-        entry. As many entries as possible stay where they are, because copying takes time."""
+        """Replace the rows of the cache by n rows, each with the content of an old row. parents (n,), sorted:
+        the old row of each. Old rows that are not in `parents` are lost. Returns (n,): for each entry of
+        `parents`, the row that has the content now. As many as possible stay where they are, because copying
+        takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -309,6 +311,7 @@ def _may_stop(tokenizer, vocabulary, stop):
     """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    # A token that ends a character which an earlier token began is decoded as the replacement character.
+    # A token that ends a character which an earlier token began is decoded as the replacement character. A
+    # stop string may end with this character, so such tokens count, too.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

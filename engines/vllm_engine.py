@@ -87,7 +87,7 @@ class VLLMEngine(Engine):
             k = key_of[output.request_id]
             if k in requests:
                 response = output.outputs[0]
-                # `logprobs=0` in _enqueue: one log-prob for each token, that of the sampled token
+                # _enqueue sets logprobs=0: vLLM returns log-probs of the sampled tokens only, one for each.
                 assert response.logprobs.token_ids == list(response.token_ids)
                 ids = np.array(response.token_ids, dtype=np.int32)
                 logp = np.array(response.logprobs.logprobs, dtype=np.float32)
@@ -141,8 +141,8 @@ def _import_vllm():
 
 def _repack_tied_head(model):
     """On a CPU, vLLM computes logits with a packed copy of the head's weights. When it loads new weights, it
-    updates this copy itself, except if the head is tied to the embedding. This function updates it in that
-    case, because vLLM would go on sampling with the old head."""
+    updates this copy, but not if the head is tied to the embedding. Then this function updates it, because
+    vLLM would otherwise sample with the old head."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
