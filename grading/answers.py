@@ -31,10 +31,10 @@ What counts as equal:
   equals neither 101 nor 5.
 - If both texts have a unit, the units must be the same; units are not converted. If only the gold answer has
   a unit, only the numbers are compared: 10 equals `10 cm`.
-- If only the answer has a unit, only the numbers are compared, too, but not every word is taken for a unit.
-  It must be the name of a unit, or a plural noun: `10 cm` and `10^\circ` equal 10, `28 pizzas` equals 28.
-  `10^\circ C` does not equal 10, and `28 halved` does not equal 28.
-- The letter of a choice before a number is treated as a unit: `(B) 15` and `15` are equal.
+- If only the answer has a unit, it must be the name of a unit or a plural noun. Then only the numbers are
+  compared, too: `10 cm` and `10^\circ` equal 10, and `28 pizzas` equals 28. But `28 halved` does not equal
+  28, and `10^\circ C` does not equal 10.
+- The letter of a choice before a number counts as a unit of the number: `(B) 15` and `15` are equal.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
   An inequality in one variable is an interval, and `(1,2)` may be one, too: `1<x<2` equals `(1,2)`.
   `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.

@@ -59,7 +59,7 @@ def untied(tmp_path_factory) -> str:
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1.0):
-    """Yields `n` responses to each prompt (prompt_id -> token ids). See Engine.generate for the arguments."""
+    """Yields `n` samples of each prompt (prompt_id -> token ids). Other arguments: see Engine.generate."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 

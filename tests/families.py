@@ -77,7 +77,7 @@ def make(folder: Path, name: str) -> str:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)
     for p in hf.parameters():
-        if p.ndim == 1:  # transformers makes all biases, and all norms, equal
+        if p.ndim == 1:  # a bias or a norm: its numbers are equal, which could hide a mistake
             torch.nn.init.normal_(p, mean=float(p.detach().mean()), std=0.2)
     hf.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
@@ -101,8 +101,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Compares our model with transformers'. Returns the largest differences: "logp", of log-probs in nats;
-    "gradient", of a parameter's two gradients, relative to the norm of transformers' gradient."""
+    """Compares our model with transformers'. Returns the largest differences: of log-probs in nats ("logp"),
+    and of a parameter's gradients, divided by the norm of transformers' gradient ("gradient")."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -159,8 +159,8 @@ def round_to_bf16(module: torch.nn.Module) -> None:
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`. With the exports, transformers computes log-probs and each sample's
-    value before its last token, and our critic computes all values. Returns the largest differences."""
+    """Exports policy and critic to `out`. transformers loads both exports, and we load the critic's. Returns
+    by how much their log-probs and values differ at most from those before the export."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):

@@ -8,7 +8,7 @@ from tools import tiny
 
 
 def taught(task: tiny.Task, folder: Path, count: int, batches: int, batch: int) -> str:
-    """Pretrains a model that solves about half of `count` problems. Training and evaluation use them, too."""
+    """Makes a model that solves about half of `count` problems. Its training and held-out sets are equal."""
     few = task._replace(problems=lambda rng: 2 * task.problems(rng)[:count])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HELD_OUT=count, BATCHES=batches, BATCH=batch, WARMUP=5).items():

@@ -30,7 +30,7 @@ WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.
 
 @pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
-    """A solution that is written without wrong numbers (probability 0) has only true equations."""
+    """If the probability of a wrong number is 0, a solution has only true equations."""
     rng, (work, problems) = random.Random(1), WORKS[task]
     for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
@@ -56,7 +56,7 @@ def test_with_slips_most_texts_are_wrong_and_some_are_right(name):
     for numbers in task.problems(rng)[:500]:
         gold, (_, text) = task.row(numbers)["answer"], task.text(numbers, rng, True)
         right.append(reaches(text, gold, "") if name == "countdown" else text.endswith(boxed(gold)))
-    # The share of right texts is higher for countdown: only the last calculation of a text counts.
+    # More answers are right in countdown, because wrong tries before the last calculation do no harm.
     least, most = (0.3, 0.8) if name == "countdown" else (0.02, 0.3)
     assert least < fmean(right) < most
 
@@ -120,7 +120,7 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """The mean of five rewards falls below half of its best at step 12. That step's alarm counts."""
+    """At step 12 the mean of five rewards falls below half of the best. Alarms up to this step count."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]

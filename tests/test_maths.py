@@ -214,7 +214,7 @@ def test_grpo_family(name):
                 total = total + inner / denominators[aggregation]
             return total
 
-        share = torch.full((len(mask),), 1 / (3 * 4))  # as for 3 prompts with 4 response tokens each
+        share = torch.full((len(mask),), 1 / (3 * 4))  # for 3 prompts, each with 4 tokens in the loss
         weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len, share)
 
         def ours(x, old=old, adv=adv, mask=mask, segment=segment, weights=weights):
@@ -225,7 +225,7 @@ def test_grpo_family(name):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_weights(level):
-    """A token's weight is its ratio, or one ratio for its whole response. The bounds are 0.5 and 2."""
+    """A token's weight is its ratio of trainer to engine, or one ratio for its response. Bounds: 0.5, 2."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         logp, engine, segment = normal(g, len(mask)), normal(g, len(mask)), ppo.segment_ids(cu, len(mask))

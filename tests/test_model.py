@@ -47,8 +47,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """64 responses share one prompt. The error (against fp64) of the bf16 gradients of its keys and values is
-    at most 1.2 times the error that they have if each response has its own copy of the prompt."""
+    """64 responses share one prompt. The bf16 gradients of the prompt's keys and values have at most 1.2
+    times the error (against fp64) that they have if each response has its own copy of the prompt."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
@@ -126,7 +126,7 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
             logp, entropy = model.ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
             (logp + entropy).sum().backward()
 
-        work()  # the first pass allocates memory that stays
+        work()  # not measured: the first pass also allocates memory that later ones reuse
         return peak_allocated(work, tmp_path / "trace.json")
 
     few, many = peak(512), peak(2048)
@@ -135,7 +135,7 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
 
 
 def peak_allocated(f, trace: Path) -> int:
-    """Returns the peak bytes that f() allocates, by torch's profiler."""
+    """Returns the most bytes that f() has in use at once, as torch's profiler counts them."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         f()

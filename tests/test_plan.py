@@ -264,7 +264,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
-    """A pack gathers the layers' weights twice and the others once, in 2 bytes. Gradients have 4 bytes."""
+    """For a pack, FSDP gathers the layers' bf16 weights twice and the others once. Gradients are in fp32."""
     n, layers = 7_615_616_512, 28 * 233_057_792
     gathered, gradients = 2 * (n + layers), 4 * n
     assert f"{gathered / GIB:.1f} {gradients / GIB:.1f}" == "26.3 28.4"
@@ -289,7 +289,7 @@ def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shar
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Two ranks, each on its own machine, resume. Returns --shard_ranks if 2 ranks saved, and if 4 saved."""
+    """Returns what --shard_ranks auto means on two machines of one rank: if 2 ranks saved, and if 4 saved."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2

@@ -75,9 +75,9 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, each pair of ranks holds all shards. Once an update, the pairs add gradients."""
+    """With --shard_ranks 2, each pair of ranks holds a whole model. Pairs add gradients once an update."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    in_each_pack = (True, lambda model, packs: packs)  # pairs add gradients in each pack
+    in_each_pack = (True, lambda model, packs: packs)  # replaces dist.accumulate: pairs add after each pack
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
     cases += [(i, whole[i]) for i in (1, 3)]
@@ -190,7 +190,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # also Adam's step counts, for the fused kernel
+    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts, too: the fused kernel needs them
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 

@@ -111,7 +111,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
 
 
 def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
-    """Seeds share a line: their mean, and its standard error. A single run's error is over the problems."""
+    """The seeds of a recipe share a line: mean ± standard error. A single run's error is over problems."""
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
     for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
@@ -189,8 +189,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """One recipe has a line for each metric. Several recipes have a line each. The picture names the runs.
-    All panels have the same height. No legend covers data, no word is cut. Equal lines have other dashes."""
+    """The panels of one recipe have a line for each metric, those of several recipes one for each recipe. The
+    picture names the runs. All panels are equally high. No legend covers data. Dashes show equal lines."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

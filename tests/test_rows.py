@@ -153,7 +153,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # The number may be the index of a choice. Only the kind `choice` would replace it by a letter.
+    # A number may be the index of a choice. Only the kind `choice` reads an index, so the row is refused.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object is stored as text.
@@ -418,14 +418,14 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function: config -> ranks.gold_messages on one rank."""
+    """Returns a function: config -> messages of the check of gold answers (guard/start.py) on one rank."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         yield lambda cfg: ranks.gold_messages(cfg, tokenizer, grader, world)
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """Over 1 % of such answers need --go. Of many gold answers a random sample is checked."""
+    """A run with over 1 % of such answers needs --go. Of many gold answers, a random sample is checked."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))

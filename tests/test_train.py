@@ -31,7 +31,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("metric", ["kl", "solved"])
 def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
-    """Two equal runs have equal bits, also if one has a --ref_model or --skip_solved that changes nothing."""
+    """A --ref_model without a KL term, and a --skip_solved that finds no solved problem, change no bit."""
     changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
     rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
     assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])
@@ -43,7 +43,7 @@ def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, me
     dict(algo="grpo", critic_updates=1, kl_estimator="k2"),
     dict(kl_in="reward", kl_estimator="k1")], ids=["KL in the loss", "KL in the reward"])
 def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
-    """The base model guesses half of the time, the teacher never."""
+    """The base model guesses half of its answers. The teacher works out all of them."""
     careful = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
     model, teacher = (taught(task, tmp_path / name, count=4, batches=80, batch=16)
                       for name, task in (("base", tiny.SUMS), ("teacher", careful)))
@@ -61,7 +61,7 @@ def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
     {}, dict(algo="grpo", critic_updates=1, resample_rounds=2),
     dict(algo="grpo", critic_updates=1, round_len=5, carry=0.5)], ids=["ppo", "resampling", "carrying"])
 def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, changes):
-    """Stopped responses to a problem with an odd answer are right. There are 40 problems, 8 a step."""
+    """Responses to problems with odd answers are right, unless truncated. A step has 8 of 40 problems."""
     cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),),
                               skip_solved=0.75, steps=10, save_samples="all")
 

@@ -39,7 +39,7 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns ranks.engine_samples for --tp 2. Forks, so this process must not have a process group yet."""
+    """Returns each rank's vLLM samples with --tp 2. Forks, so this process may have no process group yet."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -285,7 +285,7 @@ def vllm(engines):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """Runs the self-check with the prompts of train.py. Returns the result of ranks.checked."""
+    """Runs the self-check with the prompts of train.py. Returns its error message and its largest gap."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
