@@ -34,7 +34,7 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples, four per prompt. A prompt's first two may begin alike."""
+    """Returns random graded samples, four per prompt. The first two of a prompt may begin alike."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -52,7 +52,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins the process group at `port`. Returns the sum of rank + 1, and whether the store has old keys."""
+    """Joins a process group. Returns the sum of rank + 1, and if the store has an earlier group's key."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -123,7 +123,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Trains for three updates, twice: with moves to the host, and without. Returns the tensors of both."""
+    """Makes three updates with moves of the state to the host, and three without. Returns both results."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -169,7 +169,7 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Returns the largest gap of log-probs to fp32, and whether weights and gradients are fp32."""
+    """Returns the largest gap of log-probs in bf16 to fp32, and whether weights and gradients are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -238,7 +238,8 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Returns whether a NaN update changed no weight, whether a finite one did, and the third NaN's error."""
+    """Makes updates with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first left the weights as
+    they were, whether the second changed them, and the error of the fifth (the third bad one in a row)."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()

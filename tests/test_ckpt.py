@@ -94,7 +94,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains 6 steps; with `out`, saves after 3 and resumes. Returns warnings and states (policy, ref)."""
+    """Trains for 6 steps. With `out`, saves after 3 and resumes. Returns warnings, states (policy, ref)."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "noted": {}}
 
@@ -265,7 +265,7 @@ def test_what_may_differ_on_resume():
                      steps=9, track=("wandb",)) == []
     debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
     assert differing(orz, prompts_per_step=16, **debug) == []
-    assert differing(orz, prompts_per_step=7, **debug) == [  # 7 came from a flag: every change counts
+    assert differing(orz, prompts_per_step=7, **debug) == [  # 7 is not debug's value: all changes count
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of the run's updates
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
@@ -382,7 +382,7 @@ def copy_of(two_ranks, out):
 
 @pytest.mark.parametrize("where", ["run", "run/ckpt", "mine", "link", "mine/thesis.tex", "dangling"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """An export to a path with files of the user is refused, even before the damaged checkpoint is read."""
+    """An export onto a user's files is refused before the checkpoint is read. Here it is damaged."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -632,7 +632,7 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
 
 
 def busy(out, steps, disk):
-    """Saves each step with --keep 1. Calls `disk` after the first save. Returns the warnings."""
+    """Saves after each of `steps` with --keep 1, and calls disk() after the first. Returns the warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
         saver.save(step, wait=True)

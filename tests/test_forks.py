@@ -148,7 +148,7 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_advantage(tiny, tmp_path):
-    """The sum of OPO's advantages over a group, weighted by length, is 0."""
+    """OPO's baseline is a mean weighted by length. So a group's sum of length × advantage is 0."""
     kinds = ["group_mean", "length_weighted"]
     results = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, kinds)[0]
     advantages, gradient = results["length_weighted"]
@@ -241,7 +241,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Returns fp32 weights of policy or ref after `step` steps, or the optimizer's state named `suffix`."""
+    """Reads a checkpoint. Returns the weights of `who`, or the optimizer's state whose name is `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -400,7 +400,7 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """Only the weights of the last layer change and have optimizer state. Two ranks shard the layers."""
+    """Two ranks train only the last layer. No other weights change or have optimizer state."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, steps=2)

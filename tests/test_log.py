@@ -374,7 +374,7 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
 
 
 def check_rows(rows, cfg):
-    """Checks saved samples: text, log-probs (transformers'), GRPO's advantages (arXiv 2402.03300)."""
+    """Compares saved log-probs with transformers' and saved advantages with GRPO's formula (2402.03300)."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -423,7 +423,7 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
-# Metric -> settings that a run needs for this metric.
+# Metric that a usual run does not have -> settings with which a run has it.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
@@ -431,12 +431,12 @@ ONLY = {
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
     "reward/<part>/failed": dict(overlong_buffer=8)}
-# The first needs a GPU, the second vLLM, the third a sample with reward 1.
+# No run of this test has these: the first needs a GPU, the second vLLM, the third a sample with reward 1.
 ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """docs/metrics.md lists each metric of two runs once: a usual run, and one with the settings of ONLY."""
+    """Every metric of a usual run or of a run with the settings of ONLY is in one row of docs/metrics.md."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

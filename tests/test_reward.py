@@ -344,8 +344,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A reward file may import torch and transformers. Some of their modules load lazily: to read an
-    attribute of such a module can raise an error."""
+    """Both libraries have modules that raise an error if an attribute is read, so the Grader reads none."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -390,7 +389,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
-    """`parallel` lets one worker run 4 calls at once, and `seconds` replaces the deadline of 0.1 s."""
+    """One worker runs 4 calls at once: each waits for the others, for longer than the deadline of 0.1 s."""
     spec = custom("""
         parallel = 4
         def score(row, response, sample, problem):
@@ -622,7 +621,7 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A file of samples/ has the data row in the field `row`."""
+    """A run's saved samples can be graded again, by all parts of --reward. Their `row` is the data row."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": ""}
             for text in (GOOD, boxed("1"), "0")]
