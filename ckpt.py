@@ -632,7 +632,8 @@ def critic_class(config: PreTrainedConfig) -> type:
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
     made in training. `facts`: content of state.json."""
-    names = "template", "system_prompt", "date", "stop", "extractor", "temperature"
+    names = ("template", "system_prompt", "date", "stop", "extractor", "temperature", "max_prompt_len",
+             "max_response_len")
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
 

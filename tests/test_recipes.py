@@ -554,16 +554,17 @@ def test_the_command_line_has_models_then_data_then_flags():
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path):
-    facts = dict(template="plain", system_prompt="", stop=["</a>"], extractor=["boxed"], temperature=0.6)
-    for name, changes in {"a": {}, "b": {"stop": ["</b>"]}, "run/ckpt": {}}.items():
+    facts = dict(template="plain", system_prompt="", stop=["</a>"], extractor=["boxed"], temperature=0.6,
+                 max_response_len=64)
+    for name, changes in {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}}.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "torz.json").write_text(json.dumps(facts | changes))
     a, b, rows = f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/a/torz.json"
     cfg, other = eval_configs(["base", a, "a.json"])
     assert (cfg.template, cfg.stop, cfg.extractor) == ("plain", ("</a>",), ("boxed",))
-    assert cfg.eval_temperature == (0.6,)
-    assert other == dataclasses.replace(cfg, model=a)
-    assert eval_configs([a, "a.json", "--stop", "x"])[0].stop == ("x",)
+    assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64
+    assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
+    assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
     for argv, words in (([a, b, "a.json"], "different settings (stop: "), ([rows, "a.json"], "is a file;"),
                         ([f"{tmp_path}/run", "a.json"], "is the folder of a run, not of a model; needed: ")):

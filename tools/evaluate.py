@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,8 @@ first such file; if there is none, only the first path is a model. Several
 models are evaluated one after the other with the same randomness, and each is
 compared with the first.
 
-An export of torz is asked as it was trained, unless flags say otherwise.
+An export of torz gets the template, stop strings, temperature and lengths
+of its training, unless flags say otherwise.
 
 Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
 new or empty.
@@ -220,25 +221,24 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     # A system prompt and stop strings fit only the template with which the model was trained. So --template
     # replaces all three.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
-    cfg = replace(cfg, **{name: value for name, value in as_trained(models).items() if name not in own})
+    cfg = replace(cfg, **as_trained(models, own))
     return [replace(cfg, model=model) for model in models]
 
 
-def as_trained(models: Sequence[str]) -> dict[str, Any]:
-    """Returns field of Config -> value, for the settings with which exports of torz were trained. A model
-    without torz.json has no such settings. Raises UserError if two exports were trained differently."""
+def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
+    """Returns field of Config -> value, for the settings with which exports of torz were trained, without the
+    flags `given`. A model without torz.json has no such settings. Raises UserError if two exports were
+    trained with different settings."""
     found: dict[str, Any] = {}
     for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
         facts = json.loads(file.read_text())
         facts["eval_temperature"] = [facts["temperature"]]
-        fields = ("template", "system_prompt", "date", "stop", "extractor", "eval_temperature")
-        ours = {name: tuple(value) if isinstance(value := facts[name], list) else value
-                for name in fields if name in facts}
+        ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in given}
         other = differences(found, ours)
         require(not other, f"the models were trained with different settings ({'; '.join(other)})",
-                "one command for each model")
+                "one command for each model, or these flags")
         found |= ours
-    return found
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def print_help() -> None:
