@@ -57,8 +57,7 @@ MODELS = {
     "seed_oss": dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True,
                      residual_dropout=0.5),
     "ernie4_5": dict(head_dim=32, rope_parameters=LINEAR),
-    "ernie4_5-untied": dict(head_dim=32, tie_word_embeddings=False),
-}
+    "ernie4_5-untied": dict(head_dim=32, tie_word_embeddings=False)}
 
 
 KEPT = []  # vLLM engines that must stay alive: freeing one would destroy state that later engines use

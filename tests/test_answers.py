@@ -56,8 +56,7 @@ FORMATS = [
     ("-3.5 or 1,234.5", dict(last_number="1,234.5")),
     ("x = -3/4", dict(last_number="-3/4")),
     ("x = −５\u200b", dict(last_number="-5")),
-    ("Answer: Q", dict(dapo="Q", letter="Q")),
-]
+    ("Answer: Q", dict(dapo="Q", letter="Q"))]
 
 
 @pytest.mark.parametrize(("text", "found"), FORMATS)

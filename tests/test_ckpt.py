@@ -488,8 +488,7 @@ EDITS = {
                            '"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": true, '
                            '"clean_up_tokenization_spaces": true', "(policy's tokenizer: "),
     "an end token": ("generation_config.json", ": 261", ": [5, 261]", "end tokens: [261] -> [5, 261]"),
-    "a setting": ("config.json", "1e-06", "0.1", "(policy's rms_norm_eps: 1e-06 -> 0.1; critic's rms_norm"),
-}
+    "a setting": ("config.json", "1e-06", "0.1", "(policy's rms_norm_eps: 1e-06 -> 0.1; critic's rms_norm")}
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):

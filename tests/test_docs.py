@@ -59,8 +59,7 @@ CANNOT = {
         "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout"),
     "needs the history of the repository": ("git show",),
     "serves until it is stopped": ("tensorboard", "python -m vllm.entrypoints"),
-    "is this, or a part of it": ("make test", "ruff check"),
-}
+    "is this, or a part of it": ("make test", "ruff check")}
 # Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
@@ -199,8 +198,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
             '[ "$ENDS" ] && exit 3\n'
-            "for _ in $(seq 300); do sleep 0.1; done",
-}
+            "for _ in $(seq 300); do sleep 0.1; done"}
 
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])

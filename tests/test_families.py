@@ -90,9 +90,8 @@ def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base
 
 
 @pytest.mark.parametrize("rope,known", [
-    (dict(rope_type="default"), 32768),
-    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
-    (dict(rope_type="linear", factor=2.0), 65536)])
+    (dict(rope_type="default"), 32768), (dict(rope_type="linear", factor=2.0), 65536),
+    (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072)])
 def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
     rope = dict(rope_theta=1e6) | rope
     config = AutoConfig.for_model("qwen2", max_position_embeddings=32768, rope_parameters=rope)
@@ -175,7 +174,6 @@ def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_pa
 
 
 def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
-    """The weight file has a bias of the head, which our model could not compute."""
     path = changed_folder(folder_of("llama"), tmp_path / "model")
     file = Path(path, "model.safetensors")
     save_file(load_file(file) | {"lm_head.bias": torch.ones(5)}, file, {"format": "pt"})

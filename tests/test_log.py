@@ -64,8 +64,7 @@ WRONG = {
     "clip": ({"clip_share": 0.5}, 5, ["%", "--policy_updates"]),
     "gap": ({"logp_gap/mean": 0.05}, 5, ["nats", "--max_logp_gap 0.1"]),
     "grading": ({"grade/error": 0.1, "grade/timeout": 0.2}, 5, ["10%", "20%", "--grade_deadline", "now 5"]),
-    "memory": ({"mem/residual_gb": 2.0}, 5, ["2.0 GiB", "(0.5 at its lowest)", "--engine_share"]),
-}
+    "memory": ({"mem/residual_gb": 2.0}, 5, ["2.0 GiB", "(0.5 at its lowest)", "--engine_share"])}
 
 
 def test_a_constant_reward_raises_its_own_alarm_at_the_first_step():

@@ -96,7 +96,6 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
-    """Log-probs, entropy and their gradients equal the full softmax, for chunks of any size."""
     monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)

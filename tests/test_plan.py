@@ -32,8 +32,7 @@ DIMS = dict(vocab_size=301, hidden_size=64, num_attention_heads=4, num_key_value
 
 @pytest.mark.parametrize("family,more", [
     ("qwen2", dict(tie_word_embeddings=True)), ("qwen2", dict(num_key_value_heads=4)),
-    ("llama", dict(head_dim=24)), ("mistral", dict(tie_word_embeddings=True, head_dim=40)),
-])
+    ("llama", dict(head_dim=24)), ("mistral", dict(tie_word_embeddings=True, head_dim=40))])
 def test_parameters_are_counted_exactly(family, more, tmp_path):
     config = AutoConfig.for_model(family, **DIMS | more)
     config.save_pretrained(tmp_path)

@@ -44,8 +44,7 @@ JOBS = {
     "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten",
                            aggregation="max_len"),
     # ranks without a sample compute a filler: a pack whose tokens are not in the loss
-    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2),
-}
+    "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2)}
 
 
 def jobs(tiny, **changes):

@@ -142,8 +142,7 @@ def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     (["EMPTY"], ["no metrics in", "metrics.jsonl"]),
     (["RUN", "--curves"], ["--curves", "python -m tools.report RUN"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
-    (["RUN", "RUN", "--out", "x.what"], ["what"]),
-])
+    (["RUN", "RUN", "--out", "x.what"], ["what"])])
 def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
     with pytest.raises(SystemExit) as e:
         main([str({"EMPTY": tmp_path, "RUN": folder}.get(a, a)) for a in argv])

@@ -46,8 +46,7 @@ SHORT = {  # word in a row -> text that replaces the word
     "NARRATOR": said(("narrator", "x"), ("user", Q)),
     "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
     "DEEP": "[" * 99_999,
-    "MANY": json.dumps(list(range(27))),
-}
+    "MANY": json.dumps(list(range(27)))}
 
 
 def fill(line: str) -> str:
@@ -113,8 +112,7 @@ READ = {
     '{"prompt": "1+1=", "answer": 2, "choices": [1, 2], "reward": "math"}': (Q, "2", "math"),
     '{FOUR, "answer": "B", "reward": "exact"}': (Q, "B", "exact"),
     r'{"prompt": "[{\"role\": 1}] holds?", "answer": "2"}': ('[{"role": 1}] holds?', "2", "math"),
-    r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math"),
-}
+    r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math")}
 
 # Row that is refused -> words of the error message.
 REFUSED = {
@@ -162,8 +160,7 @@ REFUSED = {
     r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
     r"""{"prompt": "1+1=", "reward_model": "{'ground_truth': '2'}"}""": "reward_model as text",
     r"""{"prompt": "[{'role': 'user', 'content': '1+1='}]", "answer": "2"}""": "a conversation as text",
-    **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read"),
-}
+    **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read")}
 
 
 def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
@@ -277,8 +274,7 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
     ("d.json", b"[" + GOOD + b", " + GOOD, "can't be read"),
     ("d.json", b"[" + GOOD + b",", "can't be read"),
     ("d.json", b"[]", "is empty"), ("d.json", b"\xef\xbb\xbf", "is empty"), ("d.jsonl", b"\n \n", "is empty"),
-    ("d.json", b"[" + GOOD + b"] more", "can't be read"),
-])
+    ("d.json", b"[" + GOOD + b"] more", "can't be read")])
 def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
@@ -320,8 +316,7 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses the row's turns \(ZeroDivisionError: ",
     TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
         r"refuses the row's turns \(TimeoutError: no end after 1 CPU",
-    TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: ",
-}
+    TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: "}
 
 
 @pytest.mark.parametrize("template", LOSSY)

@@ -118,7 +118,6 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
                               ".jsonl --reward math --extractor orz --deadline 5; needed: "]),
     (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    """A run is refused if all first responses are wrong, or if most are truncated."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)
     assert messages[0] == messages[1] and "\n" not in messages[0], messages

@@ -250,7 +250,6 @@ def test_turns_and_rounds_go_together(tiny, tmp_path):
 
 
 def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
-    """A reward of the first turn is kept, also if another rank or a later step continues the trajectory."""
     (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
                                      "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
     settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)

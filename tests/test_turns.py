@@ -94,7 +94,6 @@ def steps_of(samples: list[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_trains_on_sampled_tokens_alone(seed):
-    """Only tokens that the policy sampled are in the mask and have log-probs and advantages."""
     samples = with_gaps(seed)
     p, steps = data.pack(samples), steps_of(samples)
     assert p.mask.nonzero()[:, 0].tolist() == sum(steps, [])
@@ -120,7 +119,6 @@ def shares(samples: list[Sample]) -> list[Sample]:
 
 
 def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
-    """Each of 4 prompts has the weight 1/4, divided equally among its sampled tokens."""
     p = data.pack(run_ranks(1, shares, with_gaps(1))[0])
     prompts = np.repeat([i // 3 for i in range(12)], np.diff(p.cu_seqlens))
     for i in range(4):
