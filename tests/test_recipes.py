@@ -101,8 +101,7 @@ TABLE = {
         kl_estimator="k1", ref_refresh=False, lam=0.95, prompts_per_step=7 * 32, samples_per_prompt=1,
         critic_updates=1, passes_per_step=4, max_response_len=2048, model_len=4096, policy_lr=3e-7,
         critic_lr=3e-7, lr_decay="linear", warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0,
-        total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number")),
-}
+        total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number"))}
 PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # all other presets have 32
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 # What the source says: (samples a step, policy updates a step, samples an update), None where it is silent.
@@ -114,8 +113,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
     "cispo-7b": ((None, 16, None), "sec. 3.1"),
     "scale-rl-7b": ((8 * 768, 8, 768), "sec. 3.1 (PPO-off-policy-8) and A.3"),
     "open-r1-1.5b-grpo": ((7 * 16 * 4, 1, 448), "config_demo.yaml"),
-    "rlvr-8b": ((7 * 32, 4, 224), "table 21, Open-Instruct's tulu3.md"),
-}
+    "rlvr-8b": ((7 * 32, 4, 224), "table 21, Open-Instruct's tulu3.md")}
 
 
 def test_the_batches_of_the_presets_are_those_of_the_papers():
@@ -131,7 +129,6 @@ def test_the_batches_of_the_presets_are_those_of_the_papers():
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("tiny")])
 def test_every_preset_is_its_recipe(name):
-    """Every preset has the settings of TABLE. In the layout debug, presets orz-* also have those of DEBUG."""
     preset, want = PRESETS[name], TABLE[name]
     assert {k: getattr(preset, k) for k in want} == want
     production, debug = (parse([name, "--layout", layout]) for layout in ("production", "debug"))
@@ -156,8 +153,7 @@ TERMS = {
                     dict(ratio="token")],
     "open-r1-1.5b-grpo": [dict(aggregation="token"), dict(lr_decay="constant")],
     "rlvr-8b": [dict(passes_per_step=1), dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k3"),
-                dict(nonstop_penalty=0.0), dict(lam=1.0), dict(reward=("digits",)), dict(adam_eps=1.0)],
-}
+                dict(nonstop_penalty=0.0), dict(lam=1.0), dict(reward=("digits",)), dict(adam_eps=1.0)]}
 
 
 def analogue(name, base, folder):
@@ -203,7 +199,6 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, two_ranks, tmp_path
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 0.3),
                                                    ("rlvr-8b", "rlvr", 12, 0.15)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    """A tiny chat model learns to add, with the preset's prompt, extractor, rewards and algorithm."""
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
         betas recompute warmup_updates""".split()
@@ -593,7 +588,6 @@ def outcome(argv) -> str:
 
 
 def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monkeypatch, capfd):
-    """Three models on two ranks have the scores of each model alone on one rank, bit by bit."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(base.data[0], "sums.jsonl")
     models = [make_model(f"runs/{name}/policy", seed, layers)
