@@ -507,8 +507,8 @@ def _read_named(text, depth):
 
 
 def _read_union(text, depth):
-    r"""Returns the Reading of the real numbers (\mathbb{R}), or of a union (\cup) or a difference (\setminus)
-    of intervals. None for any other text."""
+    r"""Returns the Reading of a union (\cup) or a difference (\setminus) of intervals; None for any other
+    text."""
     parts, minus = _split(text, "minus")
     if not minus:
         parts, _ = _split(text, "union")

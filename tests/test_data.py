@@ -72,7 +72,7 @@ def test_short_samples_of_a_prompt_stay_together():
 
 
 def test_shared_prefixes_are_computed_once():
-    """`unique` has one token of each different prefix; `inverse` maps each token to its entry there."""
+    """`unique` has one token of each different prefix; `inverse` has each token's index in `unique`."""
     samples = make_samples(12)
     samples.append(data.replace(samples[5], sample_id=9))  # this response occurs twice
     other = samples[7]

@@ -23,7 +23,7 @@ from engines.torch_engine import TorchEngine
 from guard.start import check_vocabularies
 from tools import plan
 
-NEAR = 1e-5  # largest difference of log-probs (nats) and of gradients (relative to their norm)
+NEAR = 1e-5  # largest allowed difference of log-probs (nats) and of gradients (relative to their norm)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_plan_counts_the_parameters(folder):
 
 
 def test_shards_of_two_ranks_compute_the_same(folder_of):
-    """Sharding must keep the scales of Gemma 3's embedding and Cohere's logits."""
+    """Sharded models must also scale Gemma 3's embedding and Cohere's logits by the config's factors."""
     paths = [folder_of(name) for name in ("gemma3_text", "cohere")]
     for of_rank in run_ranks(2, ranks.sharded_logp, paths):
         for path, logp in zip(paths, of_rank, strict=True):

@@ -105,7 +105,7 @@ def test_kl(estimator):
 
 
 def clipped(ratio, a, low, high):
-    """Returns the loss of one token: -min(ratio A, clip(ratio) A)."""
+    """Returns the loss of one token with the advantage a: -min(ratio a, clip(ratio) a)."""
     inside = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
     return -(ratio * a if ratio * a <= inside * a else inside * a)
 

@@ -283,7 +283,7 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """The host of a node needs 2 × 164 GiB for state and its copy, and 40 GiB for libraries."""
+    """A node needs 2 × 164 GiB of host memory for state and its checkpoint copy, and 40 GiB for libraries."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 

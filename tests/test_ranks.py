@@ -202,7 +202,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines, outside the block, use operations without a deterministic algorithm."""
+    """Engines run outside the block, because some of their operations have no deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

@@ -320,7 +320,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns the result of score_sets with the problems as an evaluation set."""
+    """Returns the scores and the rows of an evaluation of the problems, in an environment if `env` is set."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
