@@ -347,8 +347,8 @@ DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strfti
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
-    or "" if it would make other tokens. `form`: the result of prompt_form. If `form` is not "", training
-    prompts have a single user turn, so the template raises an exception for any other conversation."""
+    or "" if that is not possible. `form`: the result of prompt_form. If `form` is not "", training prompts
+    have a single user turn, so the template raises an exception for any other conversation."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
