@@ -149,7 +149,7 @@ def _decimals(value):
 
 @dataclass(frozen=True)
 class EvalConfig(Config):
-    """The flags of train.py, of which an evaluation uses EVAL_FLAGS, and one more."""
+    """The flags of train.py, and --write_rows. An evaluation uses only EVAL_FLAGS."""
 
     write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
 
@@ -218,17 +218,17 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
-    # A system prompt and stop strings fit only the template with which the model was trained. So --template
-    # replaces all three.
+    # The system prompt and stop strings of the training fit only its template. So they are not used if
+    # --template is given.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
     cfg = replace(cfg, **as_trained(models, own))
     return [replace(cfg, model=model) for model in models]
 
 
 def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns field of Config -> value, for the settings with which exports of torz were trained, without the
-    flags `given`. A model without torz.json has no such settings. Raises UserError if two exports were
-    trained with different settings."""
+    """Returns field of Config -> value: the settings with which the models were trained, without the fields
+    `given`. They are in the torz.json of a model that a run has exported; other models have none. Raises
+    UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
     for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
         facts = json.loads(file.read_text())
