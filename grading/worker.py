@@ -154,7 +154,9 @@ def _reply(*request):
             raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        text.encode()  # raises an error unless UTF-8 can encode `text`
+        # Raises an error unless UTF-8 can encode `text`. A subclass of str becomes a str, because the server
+        # does not know the classes of the user's file.
+        text = text.encode().decode()
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
     return Reply(text, reward, bool(done))

@@ -67,7 +67,8 @@ NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's out
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
 # Names of removed features. docs/forking.md says how to get them back.
-GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "gold.json", "lm_eval.json"}
+GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "verbose", "gold.json",
+        "lm_eval.json"}
 
 
 def commands() -> list[str]:
