@@ -3,7 +3,7 @@
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
 Stop other programs first. On a CPU, the models are the demo's model and two layers of Qwen2.5-0.5B. On a GPU,
-they are Qwen2.5-0.5B, 1.5B and eight layers of 7B, with random weights, and vLLM is measured. The results go
+they are Qwen2.5-0.5B, 1.5B and eight layers of 7B, with random weights, and the engine is vLLM. Results go
 to bench/results/DEVICE.json and DEVICE.md. bench/vs_trl.py is not included, because it needs TRL.
 """
 

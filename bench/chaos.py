@@ -1,4 +1,4 @@
-"""Disturbs training runs with faults. Every run must end with the same bits as an undisturbed run.
+"""Disturbs training runs with faults. Every run must end with the weights of an undisturbed run, bit by bit.
 
     python -m bench.chaos [--runs 20]                       # kill -9 of a random rank in a random phase
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
@@ -44,7 +44,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # largest number of attempts to strike in the chosen phase
-TYPED = 4  # largest number of commands for one run
+TYPED = 4  # largest number of times that a run is started
 HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 
@@ -429,9 +429,9 @@ def contents(folder: Path) -> dict[str, int]:
 FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_signals, "storm": by_signals,
           "freeze": by_signals, "full": full, "read_only": read_only, "flip": flip, "half": half,
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
-DISK = {"full", "read_only"}  # these faults need a small file system for the run's folder
+DISK = {"full", "read_only"}  # for these faults, the run's folder is on a small file system
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end; then the other ranks print errors
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end, and then the others print errors
 
 
 # --- the checks of a run
@@ -650,7 +650,7 @@ def main() -> None:
     from configs import user_errors
     from tools.tiny import build
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # then `finally` ends processes and unmounts
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends processes and unmounts
     rng = random.Random(args.seed)
     with user_errors("chaos.py"):
         out = new_folder(args.out)

@@ -138,8 +138,8 @@ RIGHT = [  # functions that rewrite an answer without changing what it means
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. A first digit can stay the
-    same; `varied` then drops the answer, because it is not wrong."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. At the first place the
+    digit can stay the same; `varied` drops such an answer, because it is not wrong."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

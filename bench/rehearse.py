@@ -2,8 +2,8 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The ranks of an
-agent, a "node", shard the models (--shard_ranks auto).
+Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The 8 ranks of
+an agent, which stands for a node, shard the models (--shard_ranks auto).
 Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
 Phase 3: phase 1 in another folder, with models that all 32 ranks shard. The rewards must be those of phase 1.
 

@@ -32,7 +32,7 @@ def middle(values: list[float]) -> list[float]:
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Returns for each pair of blocks: (with a save - without) / median of all blocks without a save."""
+    """Returns for each pair of blocks: (seconds with a save - seconds without) / median seconds without."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 

@@ -32,7 +32,7 @@ def phases_of(row: dict) -> dict[str, float]:
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns measurement -> fields. `peak` is the device's FLOP/s."""
+    """Returns name of a measurement -> its fields in the JSON line. `peak` is the device's FLOP/s."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

@@ -50,7 +50,7 @@ if __name__ == "__main__":
     load_models = train.load_models
 
     def start(*args):
-        SENDS.clear()  # without the network check at the start
+        SENDS.clear()  # forgets what the network check at the start has sent
         return load_models(*args)
 
     train.load_models = start

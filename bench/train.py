@@ -17,7 +17,8 @@ Prints one JSON line per phase, with medians over the rounds after the first:
     tokens_per_s_a_rank   tokens per second of one rank
     mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
                           6 per weight and token, plus causal attention, without recomputation.
-    limit_s               lower bound of the seconds: FLOP, or bytes to move, at the device's measured limit
+    limit_s               lower bound of the seconds: the larger of FLOP / (FLOP per second, measured) and
+                          moved bytes / (bytes per second, measured)
     memory_gib            peak memory of the phase minus the memory before it
 """
 

@@ -267,7 +267,7 @@ def test_what_may_differ_on_resume():
     assert differing(orz, prompts_per_step=16, **debug) == []
     assert differing(orz, prompts_per_step=7, **debug) == [  # 7 is not debug's value: all changes count
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
-    share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of the run's updates
+    share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of all updates, so `steps` matters
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
     assert differing(orz, prompts_per_step=16, betas=(0.9, 0.99), seed=1) == [
         "prompts_per_step: 128 -> 16", "seed: 0 -> 1", "betas: [0.9, 0.95] -> [0.9, 0.99]"]
@@ -358,7 +358,7 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
 
 
 def test_signals_are_handled_only_while_training(capfd):
-    """Afterwards, the old handlers are back, and the end of the grace period does not kill the process."""
+    """After training the old handlers are back, and the end of the grace period does not kill the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)

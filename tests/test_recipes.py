@@ -117,7 +117,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
 
 
 def test_the_batches_of_the_presets_are_those_of_the_papers():
-    """The test builds a row of a table for each preset in BATCHES. docs/algorithms.md has these rows."""
+    """docs/algorithms.md has a row per preset with our batches and the paper's, and says if they differ."""
     for name, (paper, source) in BATCHES.items():
         p = PRESETS[name]
         ours = p.samples_per_step, p.updates_per_step, p.samples_per_step // p.policy_updates
@@ -138,7 +138,7 @@ def test_every_preset_is_its_recipe(name):
     assert {k: getattr(debug, k) for k in want} == want
 
 
-# Preset -> changes of its settings. Each change makes another algorithm.
+# Preset -> changes. Each change takes away one part of the preset's algorithm.
 TERMS = {
     "orz-7b-grpo": [dict(advantage="group_mean")],
     "dapo-7b": [dict(clip_high=0.2), dict(policy_updates=1), dict(overlong_buffer=0), dict(resample_rounds=0),
@@ -356,7 +356,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """`format` and `tags` need <think> in the response. `length` compares several samples of a prompt."""
+    """`format` and `tags` need <think> in the response. `length` needs several samples of a prompt."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -455,7 +455,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """If the samples of some prompt still have equal rewards after the last round, an alarm says so."""
+    """Prompts whose samples have equal rewards are replaced. If such prompts remain, an alarm says so."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"

@@ -166,7 +166,7 @@ def test_waiting_in_the_queue_does_not_count(custom):
 
 def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
     before = grader._count
-    grader._size = 16  # the Grader waits for 16 different requests
+    grader._size = 16  # the Grader sends requests when it has 16 different ones
     for i in range(500):
         grader.submit(i, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
     assert len(grader._pending) <= 1  # 0 if the worker has already replied

@@ -17,7 +17,7 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # as on a GPU, where only train.py sets it
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # else an import below would set it; on a GPU only train.py does
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
 if words[0] != "-u":  # -c, or torchrun, which starts `PYTHON_EXEC -u train.py …`
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
