@@ -106,7 +106,8 @@ class StagingBuffer:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the current weights and optimizer states to the buffer. A collective."""
+        """Copy the current weights and optimizer states to the buffer. All ranks must call this method
+        together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
@@ -439,7 +440,7 @@ def named(name: str) -> Path:
 
         RUN                          the run's newest checkpoint
         RUN/STEP, RUN/best           the run's checkpoint after STEP steps, or its best checkpoint
-        a checkpoint's folder, or a link to it
+        a checkpoint's folder        this checkpoint; the path may also be a link to the folder
 
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
@@ -478,9 +479,10 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 
 
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
-    """Raises UserError if a fact of `read` was another one when the checkpoint `path` was saved.
+    """Raises UserError if something that this run reads has changed since the checkpoint `path` was saved.
 
-    saved: the checkpoint's facts
+    saved: content of the checkpoint's state.json
+    read: name -> value of what this run reads, such as a hash of the data. It is compared with saved["read"].
     needed: end of the message: what the user should do
     changes: texts of other changes since the checkpoint, which raise UserError, too"""
     changes = [*changes, *differences(saved["read"], read)]
@@ -491,12 +493,15 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`, which any number of ranks may have saved.
     Returns a line with the number of finished steps and with the changes of facts["noted"].
 
-    saved: the checkpoint's facts, from read_state
-    facts: the dict of this run: "config", "read" (facts that must be the same: guard.start.read_facts), and
-        "noted" (facts that may change, such as versions of packages and hashes of evaluation sets)
+    saved: content of the checkpoint's state.json, from read_state
+    facts: the same about this run. Three of its entries are compared with those of the checkpoint:
 
-    Raises UserError if the checkpoint has more steps than this run's --steps, or if a setting of the
-    algorithm or a fact of `read` has changed since the checkpoint."""
+        "config"    the settings
+        "read"      what must not change, such as a hash of the data (guard.start.read_facts)
+        "noted"     what may change, such as versions of packages and hashes of evaluation sets
+
+    Raises UserError if the checkpoint has more steps than this run's --steps, if a setting of the algorithm
+    has changed, or if an entry of "read" has changed."""
     steps = facts["config"]["steps"]
     needed = ("the flags, data, models and reward files of that run "
               f"(--steps {saved['config']['steps']}), or another --out, "

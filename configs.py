@@ -1,4 +1,4 @@
-"""Every setting of a run, the presets and the layouts.
+"""Every setting of a run, the presets (named sets of settings) and the layouts (numbers of ranks).
 
 One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
 comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
@@ -34,7 +34,8 @@ Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
               for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
-if importlib.util.find_spec("tyro") is None:  # every command imports this file before any package
+# Checked here, because every command imports this file before it imports any package.
+if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
 
 
@@ -138,7 +139,7 @@ class Config:
 
     # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet files, or OWNER/NAME:FILE (hub)
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     steps: Amount = 0  # number of steps of the run, a step is one rollout and its updates; 0: not given
@@ -147,8 +148,8 @@ class Config:
     samples_per_prompt: Count = 64  # number of responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Positive = 1e-6  # learning rate after warm-up
-    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term (with --ref_model, the KL is a metric)
-    ranks: Amount = 0  # number of ranks; train.py itself starts up to 8; 0: as many as torchrun starts, or 1
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no such term (with --ref_model, the KL is logged)
+    ranks: Amount = 0  # number of ranks; up to 8 start without torchrun; 0: as many as torchrun starts, or 1
 
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
@@ -157,7 +158,7 @@ class Config:
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
-    date: str = ""  # the day YYYY-MM-DD that a chat template prints; empty: the day of the run's first start
+    date: str = ""  # date YYYY-MM-DD for a chat template that prints today's; empty: day of the first start
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
@@ -174,10 +175,10 @@ class Config:
     # --- the batch
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
-    skip_solved: Share = 0.0  # skip a prompt once this share of answers is right, if others are left; 0: off
+    skip_solved: Share = 0.0  # skip prompts with this share of right answers, while enough are left; 0: off
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts / --prompts_per_step; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts per prompt of a step; 0: off
     max_staleness: Count = 2  # with --carry: a response ends at most this many steps after its first token
     pack_len: Count = 16384  # maximum tokens of a pack (the micro-batch of one forward pass on one rank)
     policy_updates: Count = 1  # number of policy updates in one pass over a step's samples
@@ -234,8 +235,8 @@ class Config:
     layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 1 to 32; any: --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
-    shard_ranks: Amount | Literal["auto"] = 0  # ranks that shard a model; 0: all; auto: a node's, or all
-    network: NotNegative = 0.0  # Gb/s from a node to others that the plan assumes; 0: usual for this GPU
+    shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
+    network: NotNegative = 0.0  # planned speed from a node to other nodes, in Gb/s; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
@@ -351,8 +352,8 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """With --carry: number of prompts that are sampled at once beyond those that a step needs, so that
-        the step can end without its longest responses."""
+        """With --carry, more prompts are sampled at the same time than a step needs, so that the step can end
+        without the longest responses. This is the number of additional prompts."""
         return round(self.carry * self.prompts_per_step)
 
     @property
@@ -480,9 +481,9 @@ PRESETS = {
     # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2 (AdamW). clip_high is ScaleRL's.
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
                         adam_eps=1e-15),
-    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. The batch is that of its PPO-off-policy-8
-    # (section 3.1): 8 updates of 48 prompts in a step. A step of only one such update would give each of 32
-    # engines only 24 responses to decode.
+    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates of 48 prompts, as in the
+    # paper's PPO-off-policy-8 (section 3.1). With only one such update in a step, each of 32 engines would
+    # decode only 24 responses.
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
@@ -563,8 +564,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag -> flags of other libraries with the same meaning. Flags that are so similar to ours that `nearest`
-# finds ours are left out. The table in docs/faq.md has them too.
+# Our flag -> flags of other libraries with the same meaning. Foreign flags that are so similar to ours that
+# `nearest` finds ours are only in the table in docs/faq.md, which has all foreign flags.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -670,13 +671,14 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
         if not e.code:  # --help
             print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(text), sep="\n\n")
             raise
-        text = " ".join(re.split("-{9,}", text)[1].split()).strip(".")  # between tyro's title and its hints
+        # tyro prints a title, a line of dashes, the error, a line of dashes and hints. Keep only the error.
+        text = " ".join(re.split("-{9,}", text)[1].split()).strip(".")
         raise UserError(f"{text.replace('. Expected', '; needed:')}; see {prog} {name} --help") from None
     cfg.check_length()
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
-    # tools.evaluate has another default folder
+    # If --out is empty, only train.py writes to runs/PRESET. tools.evaluate chooses its folder itself.
     return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
 
 

@@ -1,11 +1,11 @@
-"""The GRPO family as pure tensor maths. These algorithms compare the samples of one prompt, and need no
-critic.
+"""The GRPO family as pure tensor maths: algorithms that need no critic. Most of them compare the samples of a
+prompt.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
 REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
 Three flags make an algorithm:
-    --advantage    how rewards become advantages: `group_advantages`
+    --advantage    how rewards become advantages: `group_advantages` (return_whiten: ppo.gae and ppo.whiten)
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
 To add an algorithm, add a branch to one of these functions.
@@ -168,5 +168,5 @@ def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
     """Returns (T,): for each token, the sum of x (T,) over all tokens of the same segment."""
-    sums = torch.zeros_like(x).index_add(0, segment, x)  # (T,) is enough: at most T segments
+    sums = torch.zeros_like(x).index_add(0, segment, x)  # T sums are enough for all segments
     return sums[segment]

@@ -43,9 +43,9 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    # (T,) for each token: the last time step up to this token, as an index into `steps`
+    # step (T,): for each token, the last time step that is not after this token, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # (T,) true if `step` is in the token's own segment
+    # in_reach (T,): for each token, whether this time step exists and is in the token's own segment
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)

@@ -14,7 +14,7 @@ from log import NAN
 MEAN_STEPS = 5  # alarms use the means of the last 5 steps, so one unusual step raises no alarm
 QUIET_STEPS = 10  # an active alarm is printed again only after it was inactive for 10 steps
 WARM_STEPS = 30  # no alarm "critic" in the first 30 steps, because a new critic explains no variance
-SOLVED = 0.9  # from this mean reward on, low entropy, short responses and uniform groups raise no alarm
+SOLVED = 0.9  # from this mean reward on, low entropy, short responses and equal scores raise no alarm
 History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
 
 # Name of an alarm -> (function that returns whether the alarm is active, text of the alarm). `now` contains

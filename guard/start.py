@@ -1,6 +1,6 @@
 """The checks at the start of a run. A failed check raises UserError, the same on every rank.
 
-In the order of a start:
+In the order in which a start makes them:
 
     preflight       Do all ranks run the same program? Do they share a folder that no other run uses?
     check_same      Do all ranks read the same data and weights?
@@ -69,7 +69,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Refuse an unknown model family before its tokenizer is read.
+        # Called only for its UserError: refuse an unknown model family now, before its tokenizer is read.
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -320,9 +320,9 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
     """Raises UserError for an extra reward in --reward that can't work:
 
         format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
-        length          compares the samples of a prompt, so a prompt needs several samples, and a step must
-                        train on all of them together, which --carry ensures only if the advantage also
-                        compares them"""
+        length          compares the samples of a prompt. So a prompt needs several samples, all of them in
+                        one step. With --carry they are in one step only if the advantage compares them, too.
+    """
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and each prompt has only one (--samples_per_prompt 1)",
