@@ -69,8 +69,8 @@ def watch(order: dict) -> None:
     """Waits until the rank enters the order's phase for the `visit`-th time, and then `after` seconds. Then
     writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    The undisturbed run has an order without a phase. It gets no signal. When the process ends, it writes to
-    `file` when each phase was entered and left."""
+    The undisturbed run has an order without a phase. It gets no signal. At its end it writes the times at
+    which each phase was entered and left to `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))

@@ -175,7 +175,7 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` writes the texts, in a style.
+    """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` and `style` make the texts.
 
     slip, guesses: in the last third of the texts, probabilities of a wrong number and of a guessed answer
     of_row: further fields of the rows in the data files"""

@@ -5,8 +5,8 @@
 bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs trainer.py twice for each case:
 with --recompute auto and with --recompute layers. --only chooses the cases whose names contain one of its
 words; the other cases keep their rows. Columns of the table bench/results/nullgpu-memory.md:
-    layers computed again      number of layers that the backward pass computes again as a whole. In the other
-                               layers, it computes again all but matrix products and attention. none: nothing
+    layers computed again      number of layers that the backward pass computes again as a whole; of the rest,
+                               all but matrix products and attention. `none`: nothing is computed again
     planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
     GiB of torch's tensors     peak of what the tensors take
     GiB reserved by torch      peak of what torch's allocator took from the driver

@@ -3,8 +3,8 @@
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
 Runs bench/nullgpu/trainer.py, which says what the folder NULLGPU is. Prints a JSON line per collective of the
-sync and of each model's updates: GiB, counted and planned, that the rank sends [within its node, to other
-nodes]. Ends with an error if a plan is over 5 % off.
+sync and of each model's updates: GiB that the rank sends, counted and planned, each as [within its node, to
+other nodes]. Ends with an error if a plan is over 5 % off.
 """
 
 import torch
