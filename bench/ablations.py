@@ -525,7 +525,7 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
     head = ("claim", "source", "task", "what was compared",
             "mean difference ± half of the 95 % interval", "seeds", "verdict on the claim")
     return [*table(head, rows), "", *notes, "",
-            f"Claims without a test, because runs are missing: {'; '.join(missing) or 'none'}."]
+            f"Comparisons without a verdict, because runs are missing: {'; '.join(missing) or 'none'}."]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
@@ -639,10 +639,10 @@ def report(runs: Runs) -> str:
         f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
         "- ± is half of a 95 % interval. If two variants are equally good, one interval in 20 excludes 0.",
-        "- A difference is a mean over pairs of runs with the same base model and seed. So it can be clear "
-        "although the ± of both accuracies overlap.",
-        "- On countdown, PPO and its variants ran on a second CPU, and GRPO on both CPUs. Their base models "
-        "differ by rounding. So PPO is compared with GRPO on the second CPU, and not with other recipes.",
+        "- A difference is a mean over pairs of runs with the same base model and seed. Its interval can "
+        "exclude 0 although the intervals of the two accuracies overlap.",
+        "- On countdown, PPO and its variants ran on another CPU than the other recipes, and GRPO on both. "
+        "The base models differ by rounding. So PPO is compared only with the GRPO runs of its CPU.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
         "of the best mean of five steps.",
         "- The `wrong-grades` variants have wrong grades in training only.", "",
@@ -653,16 +653,16 @@ def report(runs: Runs) -> str:
         "## Recipes against one another", "",
         "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A recipe is clearly "
         "higher than another one if the 95 % interval of the difference in accuracy is above 0, and clearly "
-        "lower if it is below 0. Below the table, such pairs are counted.", "",
+        "lower if it is below 0. The lines below the table count the pairs with such a difference.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
         "After each alarm, in parentheses, is the number of runs with this alarm. N stands for any number in "
         "the alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "Deviations are standard deviations over seeds. A difference is a variant minus the row's recipe; "
-        "the column has the median over the variants. With the seeds needed, a difference of 2 points is "
-        "found in four of five experiments.", "",
+        "Deviations are standard deviations over seeds. In the sixth column, a difference is the accuracy of "
+        "a variant of the recipe minus that of the recipe, and the number is the median over these variants. "
+        "With the seeds needed, four of five experiments find a true difference of 2 points (0.02).", "",
         *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]

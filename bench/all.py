@@ -70,8 +70,8 @@ def device() -> str:
 LEGEND = """\
 `bench` is the program in `bench/` that measured; its docstring explains the names. `case` says what was
 measured, and with which settings. `results` has the measured numbers and further settings. If `case` begins
-with the name of a number, such as `step_s`, `value` is this number. Numbers whose names end in `_s` are in
-seconds, and those in `_gib` are in GiB.
+with the name of one number, such as `step_s`, this number is the `value` in `results`. Numbers whose names
+end in `_s` are in seconds, and those in `_gib` are in GiB.
 
 """
 

@@ -168,10 +168,10 @@ def main() -> None:
     if args.unseen:
         report = table(cases, verdicts)
         head = ("Each cell has two percentages: right answers that the grader refused / wrong answers\n"
-                "that it accepted. `before` is torz's grader before its third revision, `after` is the\n"
-                "present one. Rows in bold are sums over categories; the docstring of `bench/equality.py`\n"
-                "says where the pairs are from. Nobody looked at unseen pairs while improving the grader.\n"
-                "`python -m bench.equality --unseen` wrote this.\n\n")
+                "that it accepted. `before` is torz's grader as of commit 3d91407 (--before), `after` is\n"
+                "the present one. Rows in bold are sums over categories; the docstring of\n"
+                "`bench/equality.py` says where the pairs are from. Nobody looked at unseen pairs while\n"
+                "improving the grader. `python -m bench.equality --unseen` wrote this.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

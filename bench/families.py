@@ -35,10 +35,10 @@ LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engin
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 LEGEND = """\
-Each row is a tiny model with random weights in fp32. A cell has the largest difference between torz and
-transformers. The two columns of the engines compare the engine with the trainer instead. The error of the
-gradient is divided by the gradient's norm. For the exported critic, the compared numbers are values; for all
-other columns they are log-probs in nats.
+Each row is a tiny model with random weights in fp32. A cell compares torz with transformers; the two columns
+of the engines compare the engine with the trainer. The error of the gradient is the norm of the difference,
+divided by the gradient's norm. The error of the exported critic is the largest difference of two values. In
+all other columns, the error is the largest difference of two log-probs, in nats.
 
 """
 
