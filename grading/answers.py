@@ -59,7 +59,7 @@ from configs import require
 KINDS = ("math", "choice", "exact")
 
 # --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
-# in the length of the text, apart from BETWEEN_BOXES.
+# in the length of the text.
 
 # Unicode characters and what replaces them. NFKC replaces others, such as full-width digits.
 STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
@@ -75,11 +75,10 @@ CHARACTERS = str.maketrans({
 # `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
-# The time of this pattern can be exponential in the number of spaces and words, because it can match a space
-# in several ways. So `_boxed` gives it at most 40 characters, for which it can still take some seconds.
+# (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
-    r"(?:[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
-    r"|(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)*")
+    r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
+    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+")
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
@@ -131,7 +130,7 @@ def _boxed(text):
     parts, start = [], None
     for box in reversed(_boxes(text)):
         gap = text[box[3]:start]
-        if parts and (box[3] > start or len(gap) > 40 or not BETWEEN_BOXES.fullmatch(gap)):
+        if parts and (box[3] > start or not BETWEEN_BOXES.fullmatch(gap)):
             break
         parts.insert(0, text[box[1]:box[2]].strip())
         start = box[0]
@@ -245,7 +244,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
     (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
-    (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]*?)(\d+(?:\.\d+)?)"degrees"', r"\1\\frac{\2\\pi}{180}"),
+    (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"', r"\1\\frac{\2\\pi}{180}"),
     (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"\1"'),
     (r'^\("?([A-Z])"?\) (?=[\d\\$-])(.+)', r'\2 "choices \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),

@@ -79,7 +79,7 @@ def test_extractors_have_names_and_others_are_refused():
     "{", "}", r"\boxed{", r"\boxed ", r"\boxed1", r"\boxed{}", r"\boxed{1},", "<answer>", "</answer>",
     "answer is ", "answer:", "####", "#### 1", "Answer: A", "answer **", "\n", " \n", "A\n", " ",
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
-    r"<answer>\boxed{1}</answer>", "\\"])
+    r"<answer>\boxed{1}</answer>", "\\", r"\boxed{1}" + "    or" * 20 + "!"])
 def test_every_extractor_takes_linear_time(name, unit):
     """100 kB take 20 times as long as 5 kB. In quadratic time they would take 400 times as long."""
     def seconds(size):
@@ -88,7 +88,7 @@ def test_every_extractor_takes_linear_time(name, unit):
         extract(text, name)
         return time.process_time() - start
 
-    assert min(seconds(100_000) for _ in range(3)) < 100 * seconds(5_000) + 0.1
+    assert min(seconds(100_000) for _ in range(3)) < min(100 * seconds(5_000) + 0.1, 5)
 
 
 # --- equality. Each line: gold ~ right answer ~ right answer ~~ wrong answer ~ wrong answer
@@ -326,7 +326,7 @@ def test_rewrites_equal_one_another(right):
 
 @pytest.mark.parametrize("unit", [
     "(", ")", "[", "{", r"\{", "(1,", "1,", "1 ", "1,234", "x<", "x=", r"\pm", r"\cup", r"\text{a}",
-    r"\text{", '"', "a ", "5 cm ",
+    r"\text{", '"', "a ", "5 cm ", r"\sin" * 200 + "1" * 1200,
     r"\frac{", r"\frac1", r"\over", "{\\over", "_", "^", "9" * 50, r"\begin{pmatrix}", "&", r"\\", "½",
     "√(", "^(", ":1", "|", "**", r"\boxed{", r"\sin 1°", r"\sin ", r"\pmod", r"1\pmod7", r"\{1\}\setminus",
     "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",

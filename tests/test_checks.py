@@ -57,7 +57,7 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     changes = {"--data or --template": dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=str(here)),
                "--eval_data train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
     said = refused(dataclasses.replace(base, out=str(tmp_path / "o"), **changes), here, there)
-    name = str(here) if differs == "--model" else differs
+    name = differs.replace("--model", "files of --model")
     assert f"not every rank reads what rank 0 on {HOST} reads: other ({name}: " in said
 
 
