@@ -31,7 +31,7 @@ from log import read_metrics
 from tools import tiny
 
 HARD = "-3-digits"
-PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # all other presets are named NAME-7b
+PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # of the other NAMES: NAME-7b
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")

@@ -577,8 +577,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, number of the visit, length of the visit in s) for each run. Every fault and
-    every phase comes once before any is repeated at random."""
+    """Yields (fault, phase, i, seconds) for each run: the fault strikes when the run enters the phase for the
+    i-th time, which lasts `seconds`. New faults come first, and new phases if the fault can strike there."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)

@@ -11,8 +11,8 @@ response grows by up to N tokens; then responses move, so that the engines have 
     carry X     like `rounds`, with --carry X: the next step continues unfinished responses with new weights
     ideal       a lower bound that no rule reaches: all engines always decode a full batch
 
-Prints for each rule the seconds of a rollout and what Simulation.step returns. --out writes one JSON line per
-rule.
+Prints for each rule the seconds of a rollout, the age of the weights that sampled the tokens, and how long
+engines wait (see Simulation.step). --out writes one JSON line per rule.
 """
 
 from __future__ import annotations

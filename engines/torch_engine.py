@@ -35,7 +35,8 @@ from model import Policy, Segments, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response, one token in each column.
+    """The KV cache. A row has the tokens of a prompt and of its response, one token in each
+    column. Shorter prompts have padding in front.
 
     Shape for each layer: (2, capacity, Hkv, columns, d)
         2         keys and values

@@ -219,7 +219,7 @@ SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol 
 SPELLINGS |= {name: rf"\{name} " for name in (
     "arcsin arccos arctan sin cos tan cot sec csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= {key: value + " " * value[-1].isalpha()  # a space ends a command such as \le
+SPELLINGS |= {key: value + " " * value[-1].isalpha()  # \le and a letter must not become one command
               for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)}
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
@@ -868,7 +868,8 @@ COMPARE = {"number": _same_number, "list": _unordered, "tuple": _same_tuple,
 
 @lru_cache(4096)
 def _parse(text):
-    """Returns the sympy object that math-verify's parser reads in the whole of `text`; None if it can't."""
+    """Parses `text` with math-verify's parser. Returns a sympy object, or None unless the parser can read the
+    whole text."""
     from latex2sympy2_extended import latex2sympy
     from math_verify.grader import should_treat_as_complex
     from sympy import Float, I, Rational, evaluate, sympify

@@ -325,7 +325,8 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns temperature (0 and 1) -> samples by key, and "turns" and "selfcheck"."""
+    """Samples with vLLM. Returns a dict: 0.0 and 1.0 -> the samples at this temperature, "turns" and
+    "selfcheck" -> the results of turns_in_rounds and of checked."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would

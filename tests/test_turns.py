@@ -111,7 +111,7 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples of one minibatch with the weights of --aggregation prompt."""
+    """Returns the samples with `prompt_share` set, as if all of them were one minibatch."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)

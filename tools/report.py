@@ -61,9 +61,9 @@ def recipes(runs: Sequence[Path]) -> list[list[Path]]:
 # --- curves
 
 # The panels of a plot. Columns: title of the panel; regular expression for the metrics; scale of the axis.
-# "share": a linear axis that includes 0 and 1. "variance": a linear axis from -1 to 1. A plot of one recipe
-# has a line for each metric. A plot of several recipes has a panel for each metric, with a line for each
-# recipe.
+# "share": a linear axis that includes 0 and 1. "variance": a linear axis from -1 to 1. With one recipe,
+# each entry is one panel, with a line for each metric. With several recipes, each metric of an entry has a
+# panel of its own, with a line for each recipe.
 PANELS = [
     ("reward", "reward", "share"),
     ("held-out accuracy", r"eval/.+/avg@\d+", "share"),

@@ -137,8 +137,8 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Gives train.py made-up values where it reads results from the device, because the stub computes none.
-    Also replaces NCCL."""
+    """Gives train.py made-up values where it reads results from the GPU, because the stub that takes the
+    GPU's place computes nothing. Also replaces NCCL."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
