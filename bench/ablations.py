@@ -641,7 +641,7 @@ def report(runs: Runs) -> str:
         "- ± is half of a 95 % interval. If two variants are equally good, one interval in 20 excludes 0.",
         "- A difference is a mean over pairs of runs with the same base model and seed. Its interval can "
         "exclude 0 although the intervals of the two accuracies overlap.",
-        "- On countdown, PPO and its variants ran on one CPU, the other recipes on another, and GRPO on both. "
+        "- On countdown, PPO and its variants ran on one CPU, the other recipes on another, GRPO on both. "
         "The CPUs' base models differ by rounding. So PPO is compared only with the GRPO runs of its CPU.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
         "of the best mean of five steps.",
