@@ -387,7 +387,7 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved
     `solved`. Each epoch has a new random order. Random other problems replace the solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
-    others = replacement_batch(problems, step, 0, cfg, solved)
+    others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
     return [others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
             for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)]
 
