@@ -687,7 +687,7 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-LETTER = re.compile(r"(?:.* CHOICE )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
+LETTER = re.compile(r"(?:.* CHOICES? )?(\()?([A-Z])(?(1)\))\.?")  # A, A., (A) or (A) 15, but not A)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
