@@ -44,9 +44,10 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records how much memory is in use, in GiB, at the end of each stage of an engine's last `awake`. A
-    stage is a named part of it, such as "sync". The ledger also adds up the residual: the memory that the
-    engine still uses while it sleeps. Create the ledger before the engine allocates memory.
+    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block.
+    A stage is a part of the block, such as "sync", in which the engine gets its weights. `residual` is the
+    memory that a new engine keeps, plus what each block so far did not give back. Create the ledger before
+    the engine allocates memory, so that the first reading is without the engine.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
     torch's own statistics are not used, because they count the tensors of a sleeping engine, although their
@@ -60,7 +61,8 @@ class MemoryLedger:
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
-        """Record memory use at the end of `stage`, after the device has finished its work."""
+        """Record the memory in use now, at the end of `stage`, and the seconds since the previous reading.
+        First waits until the GPU has finished its work."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -74,21 +76,24 @@ class MemoryLedger:
         self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
-        """Start the readings of an `awake`. The first reading is the trainer's memory."""
+        """Called at the start of a `with engine.awake(…)` block. Deletes the readings of the previous block,
+        and takes the first reading, "trainer": the memory in use before the engine wakes."""
         torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """Take the last reading of an `awake`, while the engine sleeps. The last reading minus the first one
-        is the memory that the engine did not give back. It is added to the residual."""
+        """Called at the end of the block, when the engine sleeps. Takes the last reading, "asleep". The last
+        reading minus the first one is the memory that the engine did not give back. It is added to the
+        residual."""
         torch.cuda.empty_cache()
         self.mark("asleep")
         self.residual += self.readings["asleep"][0] - self.readings["trainer"][0]
 
     def metrics(self) -> dict[str, float]:
-        """Returns metric -> value for the last `awake`: GiB at the end of each stage (mem/…), seconds
-        (time/…), and the peak of this process's host memory since its start."""
+        """Returns metric -> value: GiB in use at the end of each stage of the last block (mem/STAGE_gb), the
+        residual, the seconds of waking, sync and falling asleep (time/…), and the peak of this process's
+        host memory since its start."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
@@ -96,7 +101,7 @@ class MemoryLedger:
             "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
 
     def text(self) -> str:
-        """Returns the readings of the last `awake` as one line of text."""
+        """Returns the GiB in use at the end of each stage, as a line such as "trainer 3.1, sync 4.6"."""
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
 
 
@@ -163,7 +168,7 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.checked_weights(weights)
                 self.load(stream)
-                # Usually this loop has no iteration: it only makes checked_weights look for missing weights.
+                # Run the generator checked_weights to its end, where it looks for missing weights.
                 for name, _ in stream:
                     raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")
@@ -242,12 +247,12 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
-    ends there.
+    """Finds the first stop string that ends in `after`. Returns the number of tokens of `after` up to its
+    end; 0 if there is none.
 
-    before, after: tokens of one response; `after` follows `before`. A stop string may begin in `before`. Only
-    the start of `after` is searched. A stop string that ends later is completely in `after`, so the engine
-    stopped there when it sampled `after`."""
+    before, after: tokens of one response; `after` follows `before`. The stop string may begin in `before`.
+    Only the first tokens of `after` are searched. A stop string that ends later lies completely in `after`.
+    The engine itself has seen such a stop string, and stopped there."""
     if not stop:
         return 0
     # A token has at least one byte, so a stop string has at most as many tokens as bytes. This many tokens on

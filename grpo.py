@@ -5,7 +5,8 @@ Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.1
 REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
 Three flags make an algorithm:
-    --advantage    how rewards become advantages: `group_advantages` (return_whiten: ppo.gae and ppo.whiten)
+    --advantage    how rewards become advantages: `group_advantages`; for return_whiten (REINFORCE++),
+                   ppo.gae and ppo.whiten instead
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
 To add an algorithm, add a branch to one of these functions.

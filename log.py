@@ -313,12 +313,12 @@ class Tracker:
     row at most once.
 
     A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
-    keeps the id, and first sends the rows that the service does not have. If the tracker fails, an alarm is
-    logged, and training goes on without the tracker.
+    keeps the id, and first sends the rows from this step on. If the tracker fails, an alarm is logged, and
+    training goes on without the tracker. A row whose sending failed is not sent again.
 
     To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and to
     configs.Tracker. The subclass defines:
-        start   start the service's run self.state["id"], or continue it
+        start   start a run with the id self.state["id"] at the service, or continue this run
         send    send one row
         finish  end the run
     """

@@ -15,10 +15,10 @@ Logits and log-probs are fp32, because log-probs from bf16 logits are too imprec
 
 Letters in the shapes of tensors:
 
-    T    tokens of a pack
-    U    tokens of a pack that are computed; the other T - U tokens are copies of these
-    S    rows of the queries, keys and values of attention, where shared tokens are repeated (see Segments)
     N    segments of a pack
+    T    tokens of a pack; a token that k segments share counts k times
+    U    tokens that the model computes; a shared token counts once
+    S    rows of attention's queries, keys and values: T, or more with padding (see Segments)
     V, D                sizes of the vocabulary and of the hidden states
     H, Hkv, d           heads of queries, heads of keys and values, size of a head"""
 
@@ -150,19 +150,20 @@ class Segments:
         inverse (T,): for each token of the pack, the index of the computed token that is equal to it."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots: for each of the S slots, the index of the computed token that is copied to it.
-        # outputs (U,): for each computed token, the slot from which its attention output is read.
-        # Both are None if the slots are the computed tokens in the same order, so that nothing is copied.
+        # A computed token is copied to all its places in attention, called slots.
+        # slots (S,): for each slot, the index of its computed token.
+        # outputs (U,): for each computed token, one of its slots, from which its attention output is read.
+        # Both are None if each computed token has one slot, in the same order: then nothing is copied.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the slots in blocks for scaled_dot_product_attention. A slot is the place of one token's
-        query, key and value. A block has the slots of segments of similar length, one segment in each row,
-        and is padded at the end of its rows. `Segments` shows an example.
+        """Arrange the segments in padded blocks for scaled_dot_product_attention: one segment in each row,
+        segments of similar length in one block, padding at the end of a row. A slot is one position of a
+        block. It holds the query, key and value of one token, or padding.
 
-        The sizes of the blocks must be known on the host. They depend on the lengths of the segments, so the
-        lengths are copied to the host."""
+        The host must know the sizes of the blocks. They depend on the lengths of the segments, so the lengths
+        are copied to the host."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments share a block if their lengths round up to the same power of 2 (at least 16).
@@ -187,8 +188,9 @@ class Segments:
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Returns the attention output (1, U, H, d) of the pack's U computed tokens. A token attends to itself
-    and to earlier tokens of its segment. transformers calls this function in every layer.
+    """Returns the attention output (1, U, H, d) of the U tokens of a pack that the model computes. Tokens
+    that several segments share are computed once. A token attends to itself and to earlier tokens of its
+    segment. transformers calls this function in every layer.
 
     query: (1, H, U, d), for H heads of size d. key, value: (1, Hkv, U, d), for Hkv heads.
 
@@ -206,9 +208,9 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     if not (flash or segments.blocks):
         segments.pad()
     # squeeze(0), not x[0]: the backward pass of x[0] would copy the gradient once more.
-    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d) each
+    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # each (U, heads, d), for U tokens
     if segments.slots is not None:
-        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d) each, for S slots
+        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # each (S, heads, d), for S slots
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
@@ -242,8 +244,8 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # With fewer key heads than query heads, torch's fp32 attention on a GPU would store all attention
-        # scores. So each query head gets its own copy of keys and values.
+        # On a GPU, this function gets only fp32. For fp32 with fewer key heads than query heads, torch would
+        # store all attention scores. So each query head gets its own copy of keys and values.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -608,8 +610,9 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
-    """Returns a Policy or Critic with the folder's weights. Raises UserError if a tensor of the model is
-    missing in the files, or if the files have a tensor that the model does not have."""
+    """Returns a Policy or Critic with the folder's weights. Raises UserError if the files lack a tensor of
+    the model (a critic's head may be missing), or if they have a tensor that is neither in the model nor in
+    NOT_OURS."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)

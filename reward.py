@@ -1,8 +1,13 @@
-r"""Reads the flag --reward, and computes extra rewards for a response's format. As a command, grades a file
-of responses, to try a reward.
+r"""Reads the flag --reward, and computes extra rewards for a response's format. To try a reward on a file of
+responses:
 
-    python reward.py RESPONSES.jsonl --extractor boxed              # grade a file of responses
-    with Grader(workers=2) as grader:                               # in a training loop
+    python reward.py RESPONSES.jsonl --extractor boxed
+
+To grade responses in your own code:
+
+    from reward import Grader
+
+    with Grader(workers=2) as grader:
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
@@ -39,11 +44,12 @@ class Term:
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """Returns the terms of --reward, graders first. Raises UserError if `reward` is not valid.
+    """Returns the terms of --reward: first the graders (one of KINDS, and users' functions), then the reward
+    parts. Raises UserError if `reward` is not valid.
 
     reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
-        DATASET@FILE.py:FUNCTION.
-    parts: the names of all reward parts."""
+        DATASET@FILE.py:FUNCTION, which grades only the problems of DATASET.
+    parts: the names of all reward parts, such as "format"."""
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
     names = {t.name for t in terms}
@@ -126,9 +132,9 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the graders for a data set. The first one gives the reward; what the others give is added, like
-    a reward part. If --reward has graders for this data set only (DATASET@FILE.py:FUNCTION), they come
-    first, and answers are not compared."""
+    """Returns the terms of --reward that grade a data set. The first one gives the reward; the rewards of the
+    others are added to it. The functions for this data set (DATASET@FILE.py:FUNCTION) come first. If there is
+    one, the term that compares answers with the gold answer is left out."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 

@@ -71,7 +71,8 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns the value of one of reward.TEXT_PARTS for each response."""
+    """Returns, for each response, the value of `function` for the text that the policy wrote. function: one
+    of reward.TEXT_PARTS, such as the reward for a response's format."""
     return [function(s.policy_text) for s in group]
 
 
@@ -107,8 +108,9 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts that have a metric `reward/NAME`. If every grader is
-    for all data sets, the first one is left out, because its mean is the metric `reward`."""
+    """Returns the names of the graders and of the reward parts (extra rewards) that have a metric
+    `reward/NAME`. Usually the first grader has none, because its mean is the metric `reward`. But if some
+    graders grade only one data set, `reward` mixes several graders, so each one has a metric."""
     graders = [t for t in terms_of(cfg) if t.kind or t.custom]
     own = any(t.dataset for t in graders)
     return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
@@ -180,7 +182,8 @@ class Trajectories:
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0, top_p: float = 1.0) -> None:
-        """problems: prompt_id -> problem, for every trajectory that may move to this rank
+        """problems: prompt_id -> problem, for the prompts of all ranks, because `move` moves trajectories
+            between ranks
         max_tokens: largest number of tokens of a response
         round_len: largest number of tokens that the engine generates for a trajectory in one call, called a
             round. 0: a round ends only when the policy's turn ends
@@ -202,8 +205,8 @@ class Trajectories:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories that began on another rank or in an earlier step. Those with a `reason` have been
-        graded; all others are unfinished."""
+        """Add trajectories that began on another rank or in an earlier step. A trajectory with a `reason`
+        (the outcome, such as "wrong") has been graded; without it, it is unfinished."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
@@ -288,13 +291,13 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The text does not fit into the rest of the response: a failure of the environment.
+        # The text is longer than the rest of the response: the environment must return shorter texts.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # The response is full, or the text would fill it, so the policy has no room for another turn. The
-        # trajectory ends here, without the text, and counts as truncated.
+        # The policy's turn has filled the response (left = 0), or the text takes all tokens that are left.
+        # Then the policy can't take another turn: the trajectory ends without the text, as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)

@@ -312,8 +312,9 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # A checkpoint is written while the next step runs. That step may have added problems to the checkpoint's
-    # `solved`. They are left out here, because the resumed run does that step again.
+    # solved: problem -> the first step that does not draw it. A checkpoint is written while the next step,
+    # `start`, runs. That step may have added problems, with the value start + 1. They are left out here,
+    # because the resumed run does that step again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -595,7 +596,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
     n: number of samples of a prompt. With --carry, a step may have fewer than n samples of a prompt, because
     another step trains on the others."""
-    # The numbers that this rank's samples would have if the step had n samples of each prompt.
+    # The index of each of this rank's samples in `tokens`, which has n entries for each prompt.
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
@@ -707,7 +708,8 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens, responses: the result of `counts` for the update; `responses` is not used"""
+    tokens: number of tokens in the loss of the whole update, over all ranks; the loss is divided by it
+    responses: not used"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -717,7 +719,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens, responses: the result of `counts` for the update"""
+    tokens, responses: number of tokens and of responses in the loss of the whole update, over all ranks (see
+        `counts`); the denominators of the loss"""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -858,7 +861,7 @@ if __name__ == "__main__":
         why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
         if lost:
-            time.sleep(2)  # so that torchrun first sees the rank that has ended, and names that rank
+            time.sleep(2)  # a peer failed and closed its connection; torchrun must see the peer's end first
         else:
             tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads: a thread may wait for another rank for ever

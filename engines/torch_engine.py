@@ -46,10 +46,12 @@ class Cache:
     """
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """The cache starts with R rows, one for each distinct prompt.
+        """At first, R of the `capacity` rows are in use, one for each distinct prompt. When responses to a
+        prompt differ, its row is copied to other rows.
 
-        lengths (R,): number of tokens of each prompt
-        steps: largest number of tokens of a response"""
+        lengths (R,): number of tokens of each distinct prompt
+        steps: largest number of tokens of a response
+        like: a tensor with the dtype and device of the cache"""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -223,8 +225,10 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            if done or cache.rows < len(where):  # otherwise responses keep their rows
-                # Each distinct pair (row, token) gets one row in the next step.
+            # Rows change only if a response has ended, or if responses with equal tokens still share a row.
+            if done or cache.rows < len(where):
+                # Responses go on sharing a row if they sampled the same token: each distinct pair (row,
+                # token) gets one row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t

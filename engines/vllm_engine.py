@@ -125,8 +125,8 @@ def _import_vllm():
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
-    if not torch.cuda.is_available():  # otherwise vLLM's first call on a CPU compiles for 13 s
-        torch._dynamo.config.disable = True
+    if not torch.cuda.is_available():
+        torch._dynamo.config.disable = True  # without this, vLLM's first call on a CPU compiles for 13 s
     try:
         from vllm import LLM, __version__
     except ImportError as e:

@@ -181,8 +181,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
     """Returns the config with a number in the place of --shard_ranks auto. If this run continues a checkpoint
-    that as many ranks saved, it is the checkpoint's number, so that sums keep their order. Otherwise it is
-    the number that the plan selects. saved: the checkpoint's state.json."""
+    that as many ranks saved, it is the checkpoint's number: with another number, gradients would be summed in
+    another order, and so rounded differently. Otherwise the plan selects the number. saved: the checkpoint's
+    state.json."""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -214,8 +215,9 @@ def model_shapes(cfg: Config) -> list[plan.Shape]:
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError if --critic_model or --ref_model has another vocabulary than --model. They must have
-    the same one, because critic and reference get the policy's token ids as input."""
+    """Raises UserError if --critic_model or --ref_model lacks a token of --model, or has another id for it,
+    because critic and reference get the policy's token ids as input. They may have more tokens. If their
+    folder has no tokenizer, only the size of their vocabulary is checked."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):

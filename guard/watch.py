@@ -76,8 +76,8 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
-    (dist.stop_requested). The process ends with status 1 at a second ctrl-C, or if it is still inside `grace`
-    seconds after the first signal."""
+    (dist.stop_requested). The process ends with status 1 in two cases: at a ctrl-C more than 2 s after the
+    first of these signals, and if the block has not ended when `grace` seconds have passed since it."""
     ended = threading.Event()
 
     # A second signal may interrupt this handler and call it again. So the handler must not take a lock: the

@@ -186,9 +186,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
     arguments and for flags that only training uses.
 
-    A flag that is not given has the value with which the models were trained (`as_trained`), or else its
-    default. But the default stop strings, such as "User:", do not belong to a chat. So with --template chat
-    and without --stop, only the end token stops a response."""
+    A flag that is not given has, for all models, the value from the models' training (`as_trained`), or else
+    its default. But the default stop strings, such as "User:", do not belong to a chat. So with --template
+    chat and without --stop, only the end token stops a response."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -226,9 +226,10 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns field of Config -> value: the settings with which the models were trained, without the fields
-    `given`. They are in the torz.json of a model that a run has exported; other models have none. Raises
-    UserError if two models were trained with different settings."""
+    """Returns field of Config -> value: the settings of the models' training that an evaluation uses, too
+    (EVAL_FLAGS), without the fields `given`. eval_temperature is the training's temperature. An exported
+    model has the settings in its torz.json; a model without this file adds none. Raises UserError if two
+    models were trained with different settings."""
     found: dict[str, Any] = {}
     for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
         facts = json.loads(file.read_text())
@@ -328,7 +329,8 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 
 
 def write_rows(c: Candidate, scores: Scores) -> None:
-    """Write the data rows that --write_rows selects to its file, as JSON."""
+    """For --write_rows CONDITION FILE: write the data rows whose avg@n (`rate`) satisfies CONDITION to FILE,
+    one JSON object a line."""
     condition, file = c.cfg.write_rows
     rows = [p.fields + "\n" for name, problems in c.sets.items()
             for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)

@@ -43,7 +43,7 @@ ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about th
 
 
 class GPU(NamedTuple):
-    """The numbers of a GPU's datasheet. For a GPU that is not in GPUS, flops and hbm are 0 (unknown)."""
+    """The numbers of a GPU's datasheet. For a GPU that is not in GPUS, they are 0 (unknown)."""
 
     name: str
     memory: float  # bytes of memory, as torch reports them
@@ -78,7 +78,7 @@ def gpu_of(device: str, memory: float) -> GPU:
 class Shape:
     """The sizes of a dense decoder like Llama or Qwen2."""
 
-    name: str  # the model's path; in KNOWN, a part of that path
+    name: str  # the model's path; in KNOWN, a text by which `read_shape` recognises the path
     layers: int
     hidden: int
     heads: int
@@ -212,8 +212,8 @@ class Case:
     @cached_property
     def shards(self) -> int:
         """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
-        ranks of a node, so that only gradients travel between nodes, once an update. If this does not fit on
-        the device or in the machine's memory: all ranks."""
+        ranks of a node, so that only gradients travel between nodes, once an update; or all ranks, if this
+        does not fit into memory, or if the number of ranks is no multiple of a node's ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -223,7 +223,7 @@ class Case:
 
     @cached_property
     def kept(self) -> dict[str, "Kept"]:
-        """Name of a model -> the Kept that `keep` selects for it."""
+        """Model ("policy", "critic") -> what its forward passes keep in memory for its backward passes."""
         return {name: keep(self, name) for name in self.models}
 
 
@@ -244,10 +244,11 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory, as --recompute says. --recompute auto selects it so:
 
-    1. For each of three values of `reshard` (True, the number of a node's ranks, False), it takes the first
-       value of `recompute` whose planned peak memory leaves the share HEADROOM of the device free. It tries
-       None, 0, 1, … up to all layers.
-    2. Of these choices, it returns the first whose planned seconds are at most 1 % above the fewest."""
+    1. For `reshard` True, the number of a node's ranks, and False: try `recompute` None, 0, 1, … up to all
+       layers. Take the first whose planned peak memory leaves the share HEADROOM of the device free. If the
+       speed of the GPU's links is unknown, try only `reshard` True.
+    2. Of the choices found, return the first that is at most 1 % slower than the fastest. If nothing fits,
+       return the choice with the least memory: all layers, True."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -272,9 +273,11 @@ def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers keep for the backward pass
-    2. the activations that the backward pass of the last layer recomputes
+    2. the activations of the last layer that the backward pass recomputes. It begins with this layer, while
+       the activations of all layers are in memory
 
-    whole: number of layers that are recomputed in whole, as in Kept."""
+    whole: Kept.recompute, the number of layers that are recomputed in whole. The other layers recompute a
+        part. None: no layer recomputes anything."""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
     # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
@@ -300,8 +303,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
     gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
         each stream. This memory holds the root and one layer, and a copy of this rank's shards of both.
-    fragments: free memory in pieces that are too small for later tensors. A layer's fp32 gradient, the fp32
-        shards of the root, the chunks of logits and the activations leave these pieces."""
+    fragments: free memory in pieces that are too small for later tensors. It is estimated as the bytes of a
+        layer's fp32 gradient, of the fp32 shards of the root and of `logits`, and a share of `kept`."""
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
@@ -310,10 +313,11 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, kept):
-    """Returns five Usages: the memory at the five instants of a model's update that may need the most.
+    """Returns five dicts item -> bytes (Usage): the memory at the five instants of an update that may need
+    the most.
 
-    name: "policy" or "critic"
-    kept: a Kept"""
+    name: the model that is updated, "policy" or "critic"
+    kept: what stays in memory from the forward to the backward pass"""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered from the start of the forward pass to the end of the backward pass.
@@ -335,21 +339,19 @@ def _update_instants(case, name, kept):
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
-    instants = [
-        # 1. Backward pass of the head. In memory are the activations of all layers and two copies of the
-        # head's gradient: the fp32 sum over the chunks of logits, and the sum in the dtype of the weights.
+    instants = [  # "whole gradients" are the gradients that FSDP has not yet reduced to shards
+        # 1. Backward pass of the head. Its gradient is in memory twice: as the fp32 sum over the chunks of
+        # logits, and in the dtype of the weights.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. In memory are the head's gradient, which FSDP reduces last, and the
+        # 2. Backward pass of a layer. Gradients: the head's, which FSDP reduces last, with the root; and the
         # fp32 gradient of the previous layer (previous in the backward pass), which FSDP is still reducing.
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of a layer's backward pass. In memory are the head's gradient, the fp32 gradient of the
-        # previous layer, this layer's gradient, and an fp32 copy of this layer's gradient.
+        # 3. End of a layer's backward pass. Gradients: those of instant 2, this layer's, and its fp32 copy.
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the backward pass. In memory are the root's gradient, an fp32 copy of the root's gradient,
-        # and one layer's fp32 gradient.
+        # 4. End of the backward pass. Gradients: the root's, its fp32 copy, and one layer's in fp32.
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step. AdamW needs temporary memory of the size of the weight shards.
@@ -358,9 +360,9 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an awake engine as a Usage (item -> bytes). vLLM may use the share --engine_share
-    of a GPU's memory: first for weights and buffers, the rest for the KV cache. The KV cache of the torch
-    engine has room for the largest number of responses at once, all of maximal length."""
+    """Returns the memory of an awake engine as a Usage (item -> bytes). An engine that sleeps (vLLM on a GPU)
+    uses the share --engine_share of the GPU's memory: its KV cache gets what weights and buffers leave. Any
+    other KV cache is planned for as many responses of maximal length as the engine decodes at once."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -392,13 +394,14 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # VLLMEngine.load copies the embedding and the head (one tensor if tied). The copies stay until the end of
-    # the sync if the two are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
+    # VLLMEngine.load gives vLLM a copy of the embedding and of the head (one tensor if tied). The copies
+    # stay until the end of the sync if embedding and head are tied, or if vLLM pads the vocabulary to a
+    # multiple of 64 * tp: then vLLM waits for the rows of the padding, which do not come.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # without it, ref has the policy's shape and needs less than the policy's update
+    if case.cfg.ref_model:  # a ref of the policy's shape is left out: the policy's update needs more memory
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -496,12 +499,13 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     """Returns phase -> collective -> what a rank sends. "critic" and "policy" have these collectives:
 
-    forward: gathers of a pack's forward pass; if `reshard` is False, of all forward passes of an update
+    forward: gathers of a pack's forward pass; if `reshard` is False, only an update's first pack gathers
     backward: gathers of a pack's backward pass
     reduce: reduce-scatter of a pack's gradients
     all-reduce: sum of the gradients over the groups of --shard_ranks, once an update
 
-    "sync": a step's gathers for the engine. "samples": a step's exchange of samples of maximal length."""
+    "sync": a step's gathers for the engine. "samples": a step's exchange of samples, as if all of them had
+    the maximal length."""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
     # A sample's token is an int32, its log-prob a float32. Every rank sends the same amount to every rank.
@@ -511,7 +515,8 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 
 
 def _collectives(case, name, kept):
-    """Returns collective -> Sent for the updates of a model, as in `traffic`."""
+    """Returns collective -> bytes that a rank sends (a Sent), in the updates of the model `name`. `traffic`
+    says what the collectives are."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # A group of `shards` ranks has one copy of the weights. over: number of ranks and of nodes of a group.
     over, groups = (shards, -(-shards // case.local)), case.world // shards
@@ -536,8 +541,8 @@ def _seconds(parts):
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists of parts, as `_seconds` takes them: 1. of a forward pass over all packs of a step;
-    2. of all updates of a step."""
+    """Returns two lists of (number of times, seconds of compute, seconds of network), for `_seconds`: one for
+    a forward pass over all packs of a step, the other for all updates of a step."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -578,7 +583,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # the policy's seconds, scaled by the number of parameters
+    if cfg.has_ref:  # like the policy's forward passes, but their count is scaled by the model's size
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
@@ -616,21 +621,22 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text. None of these flags changes the algorithm.
+    """Returns flags that make the case fit, as text, or else the advice to use a smaller model. None of these
+    flags changes the algorithm.
 
-    The dict `free` has the flags that save memory and cost only speed. These changes are tried in this order,
-    until the case fits:
+    `single` lists the flags that are tried. It begins with those of the dict `free`, which cost only speed.
+    The changes are tried in this order, until the case fits:
 
-    1. one flag
+    1. one flag of `single`
     2. all flags of `free`
-    3. all flags of `free`, and one more flag
+    3. all flags of `free`, and one flag of `single`
     4. 2, 4, 8, … times as many ranks, alone or with one of the changes 1 to 3"""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
-    single = [*free.items(), *(("engine_share", share) for share in shares)]  # flags of `free` come first
+    single = [*free.items(), *(("engine_share", share) for share in shares)]
     single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
     single += [("max_num_seqs", n) for n in (256, 128, 64, 32, 16, 8)]
     changes = [base | one for base in ({}, free) for one in ({}, *({flag: value} for flag, value in single))]
@@ -661,8 +667,7 @@ Plan = dict[str, dict]
 
 
 def plan_of(case: Case) -> Plan:
-    """Returns the whole plan. docs/faq.md compares the names of the batches with the names in other
-    libraries."""
+    """Returns the whole plan (see Plan)."""
     cfg, peaks = case.cfg, {}
     for phase, usage in memory(case):  # keeps, for each phase, the instant with the largest total
         usage = {item: n / GIB for item, n in usage.items()}

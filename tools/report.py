@@ -90,7 +90,7 @@ def _draw(axis, lines, scale):
                           alpha=0.2)
     if scale == "log":
         axis.set_yscale("log")
-    elif scale == "variance":  # cuts off the values of a new critic, which are far below -1
+    elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
         axis.set_ylim(-1.02, 1.02)
     elif scale == "share":
         axis.axhspan(0, 1, alpha=0)  # an invisible area, so that the axis includes 0 and 1
@@ -132,10 +132,10 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def facts(runs: Sequence[Path]) -> dict[str, str]:
-    """Returns the summary of a recipe, name -> text: algorithm, seeds and model, steps, number of alarms, and
-    the first, last and best value of the reward and of the metrics of the held-out problems. The values are
-    means over the runs, at steps where all runs have a value. ± is the last value's standard error: over
-    several runs, or over the problems of a single run."""
+    """Returns the summary of runs that differ only in their seed, name -> text: algorithm, seeds and model,
+    steps, number of alarms, and the first, last and best value of the reward and of the metrics of the
+    held-out problems. The values are means over the runs, at steps where all runs have a value. After the
+    last value comes ± its standard error, over the runs, or, for a single run, over its problems."""
     data, configs = [read_metrics(run) for run in runs], [_read_json(run / "config.json") for run in runs]
     config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
     times = np.nanmean(_values(data, "time/step")[1], 0)
@@ -167,8 +167,9 @@ def _scores(run, key, step):
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns the `facts` of the recipes, and the flags in which they differ, as text of at most 100 columns.
-    Each fact and flag has a line for each recipe."""
+    """Returns a text of at most 100 columns that compares the recipes of the runs (runs that differ only in
+    their seed are one recipe). It has a block for each entry of `facts`, such as the reward, and for each
+    flag in which recipes differ. A block has one line for each recipe."""
     columns = {str(group[0]): facts(group) | _flags(group[0]) for group in recipes(runs)}
     lines = []
     for field in dict.fromkeys(chain(*columns.values())):

@@ -2,12 +2,12 @@
 
     python -m tools.tiny [OUT=runs/tiny-base-0] [--seed 0]  # or: tiny.build("OUT")
 
-The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. The last third of
-the pretraining texts has two kinds of responses. Half of them add the units first, then the tens:
+The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. The responses of
+the pretraining texts add the units first, then the tens:
 
     37+45=<think>7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>
 
-The other half guess without reasoning. The guess is wrong by at most `OFF`:
+But in the last third of the texts, half of the responses guess. The guess is wrong by at most `OFF`:
 
     37+45=<think></think><answer>\\boxed{79}</answer>
 
@@ -125,7 +125,7 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 
     Args:
         out: the folder to write
-        seed: seed for the order of the problems, the first weights and the texts
+        seed: seed for the order of the problems, the initial weights and the pretraining texts
     """
     return build_task(SUMS, out, seed)
 
