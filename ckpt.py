@@ -123,8 +123,8 @@ class StagingBuffer:
         return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices in DCP's format, and wait until they are on the disk. Training continues,
-        because save_file releases the GIL."""
+        """Write this rank's slices in DCP's format, and sync them to the disk. Runs in a thread beside
+        training, which continues because save_file releases the GIL."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -288,26 +288,27 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder beside `final`. When the hidden folder has all files, it is renamed
-    to `final`."""
+    """Returns the path of a hidden folder beside `final`. Its writer renames it to `final` when it is
+    complete. `token`: random text that no other writer uses."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders (see `unfinished`) that killed processes left. The name of `final` may be a
-    glob pattern, such as step_* for all checkpoints."""
+    """Delete the hidden folders beside `final` that were never renamed to `final` (see `unfinished`), for
+    example because the writer was killed. The name of `final` may be a glob pattern, such as step_*."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Rename the folder `temp`, which has the files of all ranks, to the checkpoint `final`. Code that
-    uploads checkpoints belongs here.
+    """Write state.json and COMPLETE into the folder `temp`, which has the files of all ranks, and rename it
+    to the checkpoint `final`. To upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
     files: sizes and checksums of the ranks' files
 
-    Raises OSError if a file is missing or has another size, or if `final` exists."""
+    Raises OSError if a file is missing or has another size, or if `final` exists and is not an incomplete
+    checkpoint or an empty folder."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -337,7 +338,7 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 def _remove(folder):
     """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. The user's own
-    files in the folder stay, and then OSError is raised."""
+    files in the folder stay. If there are any, the folder stays too, and OSError is raised."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -422,8 +423,8 @@ def verify(run: Path) -> None:
 
 def find(out: Path, resume: str) -> Path | None:
     """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names
-    (see `named`), or None if --resume is "auto" or "never". Code that downloads checkpoints
-    belongs here.
+    (see `named`), or None if --resume is "auto" or "never". To resume from remote storage, download the
+    checkpoint at the start of this function.
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     *older, newest = complete(out) or [None]
@@ -491,14 +492,14 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`, which any number of ranks may have saved.
-    Returns a line with the number of finished steps and with the changes of facts["noted"].
+    Returns a line for the log: the number of finished steps, and the changes that are allowed.
 
     saved: content of the checkpoint's state.json, from read_state
-    facts: the same about this run. Three of its entries are compared with those of the checkpoint:
+    facts: facts about this run. Three entries are compared with those of `saved`:
 
         "config"    the settings
         "read"      what must not change, such as a hash of the data (guard.start.read_facts)
-        "noted"     what may change, such as versions of packages and hashes of evaluation sets
+        "noted"     what may change and is reported, such as versions of packages
 
     Raises UserError if the checkpoint has more steps than this run's --steps, if a setting of the algorithm
     has changed, or if an entry of "read" has changed."""
@@ -517,9 +518,9 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
-    the weights of the other run's policy. Returns a line that names the filled models. facts: as in `resume`.
-    Raises UserError if a file is damaged, or if this run has another tokenizer or another
-    setting of a model."""
+    the weights of the other run's policy. A model that the checkpoint lacks, such as the critic of a GRPO
+    run, stays as it is. Returns a line that names the filled models. facts: see `resume`.
+    Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved, filled = read_state(path), []
     read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
     check_read(path, saved, read, f"the models that it started from: --model {saved['config']['model']} …")
@@ -575,8 +576,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
     weights: (name, whole tensor) of every parameter
     source: the model folder from which the model was loaded
-    facts: content of the marker file. If given, the export gets a chat template that makes the same prompts
-        as in training.
+    facts: content of the marker file (see `marker`). It includes the --template of the run; the export
+        gets a chat template that makes the same prompts, if that is possible. None: an empty marker file.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export."""

@@ -142,7 +142,7 @@ class Config:
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
-    steps: Amount = 0  # number of steps of the run, a step is one rollout and its updates; 0: not given
+    steps: Amount = 0  # number of steps, each a rollout and its updates; 0: see --epochs, --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
     prompts_per_step: Count = 128  # number of prompts sampled in each step
     samples_per_prompt: Count = 64  # number of responses to each prompt
@@ -175,11 +175,11 @@ class Config:
     # --- the batch
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
-    skip_solved: Share = 0.0  # skip prompts with this share of right answers, while enough are left; 0: off
+    skip_solved: Share = 0.0  # skip prompts once this share of responses is right, while others last; 0: off
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
-    round_len: Amount = 0  # decode in rounds of this many tokens and rebalance the engines after each; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts per prompt of a step; 0: off
-    max_staleness: Count = 2  # with --carry: a response ends at most this many steps after its first token
+    round_len: Amount = 0  # spread unfinished responses over the engines again after every N tokens; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
+    max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
     pack_len: Count = 16384  # maximum tokens of a pack (the micro-batch of one forward pass on one rank)
     policy_updates: Count = 1  # number of policy updates in one pass over a step's samples
     critic_updates: Count = 12  # number of critic updates in one pass over a step's samples
@@ -521,9 +521,9 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes, because they do not change the algorithm. Paths, template and
-# rewards are in the list because ckpt.resume compares what is read from the files instead (see read_facts in
-# guard/start.py).
+# Settings that may change when a run resumes. Most do not change the algorithm. Some name what the run
+# reads: data, models, rewards, the template. Of these ckpt.resume compares the content, such as the tokens
+# of the prompts (see read_facts in guard/start.py).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
@@ -564,8 +564,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag -> flags of other libraries with the same meaning. Foreign flags that are so similar to ours that
-# `nearest` finds ours are only in the table in docs/faq.md, which has all foreign flags.
+# Our flag, or a text that begins with it -> flags of other libraries with the same meaning. A foreign flag
+# that is spelled like ours needs no entry, because `nearest` finds ours. docs/faq.md has a table of all.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -605,7 +605,7 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
     flag that takes none."""
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
-        # verl and OpenRLHF put the names of sections in front: --train.micro_batch_size
+        # some libraries put the names of sections in front: --train.micro_batch_size
         ours = next((f": --{k} does that" for k, words in FOREIGN.items()
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",

@@ -83,11 +83,11 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # index in the step's batch; while sampling with --carry: number in the run (numbers_at)
+    prompt_id: int  # index in the step's batch; with --carry, first the prompt's number in the run
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
-    logp: np.ndarray  # (L,) float32 log-probs from the engine, at its temperature; 0 at environment tokens
+    logp: np.ndarray  # (L,) float32 log-probs from the engine, after temperature; 0 at environment tokens
     stopped: bool  # true: ended by EOS or a stop string; false: ended by the length limit
     text: str  # the response, decoded
     version: int  # the step whose weights sampled the last tokens
@@ -146,7 +146,8 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> weighted value, for each term of --reward. `score` is the sum of the values."""
+        """Returns name -> weighted value, for the sample's grader and each of its `parts`. `score` is the sum
+        of the values."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
@@ -158,8 +159,8 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The tokens of one forward pass: N segments (prompt + response) end to end, T tokens in all. The tensors
-    are never changed in place.
+    """The tokens of one forward pass: N segments end to end, T tokens in all. A segment is the prompt and the
+    response of one sample. The tensors are never changed in place.
 
         tokens       p q r a b | p q r c d e       prompt p q r with the responses a b and c d e
         positions    0 1 2 3 4 | 0 1 2 3 4 5
@@ -182,7 +183,7 @@ class Pack:
     responses: int  # number of samples that enter the loss; 0 in a filler pack (see FILLER)
     # Tokens that several segments share (a common prompt) are computed once; see unique_prefixes.
     unique: Tensor  # (U,) indices of the tokens that the model computes
-    inverse: Tensor  # (T,) for each token, the position in `unique` of the token computed for it
+    inverse: Tensor  # (T,) tokens[t] has the result of the computed token number inverse[t]
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
     ref_logp: Tensor | None = None  # (T,) from the reference model of the KL term
     values: Tensor | None = None  # (T,) from the critic before the step's first update
@@ -347,8 +348,8 @@ DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strfti
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
-    or "" if that is not possible. `form`: the result of prompt_form. If `form` is not "", training prompts
-    have a single user turn, so the template raises an exception for any other conversation."""
+    or "" if that is not possible. `form`: the text of --template, or "" for the chat template (prompt_form).
+    The text shows only the problem, so the returned template refuses all but a single user turn."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -378,7 +379,7 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 # --- the prompts of a step
 
-Solved = dict[int, int]  # with --skip_solved: Problem.index -> the first step that does not draw the problem
+Solved = dict[int, int]  # with --skip_solved: Problem.index -> the step from which on the problem is skipped
 NONE: Solved = {}
 
 
@@ -407,10 +408,10 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns a random problem of the epoch for each prompt of the step. `batch_at` puts those of round 0 in
-    place of solved problems. train.resample uses those of rounds 1, 2, … The result depends only on (seed,
-    step, round) and on `solved`. Solved problems are drawn only if fewer unsolved ones are left than a step
-    needs."""
+    """Returns random problems of the epoch, as many as a step has prompts. Each round of a step is another
+    draw: round 0 replaces solved problems (`batch_at`); rounds 1, 2, … replace uniform prompts
+    (train.resample). The result depends only on (seed, step, round) and on `solved`. Solved problems are
+    drawn only if fewer unsolved ones are left than a step needs."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]
@@ -431,8 +432,9 @@ def _groups(problems):
     """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
     prompts from the problems `indices`.
 
-    All files with the same integer weight form one group. A file with a fractional weight is a group of its
-    own. The groups are stored, because every step needs them: the list of problems must not change."""
+    A file with a fractional weight is a group of its own, so that it gets its exact share of the epoch. All
+    files with the same integer weight form one group. The result is stored for this list of problems, so the
+    list must not be changed in place."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):
@@ -443,8 +445,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of the problems of an epoch in two orders: 1. by group; 2. at random. With weight
-    1.3, for example, each problem of the group occurs once, and a random 30 % of them occur a second time."""
+    """Returns the indices of the problems of an epoch in two orders: 1. by group; 2. at random. groups: from
+    `_groups`. For 130 draws from a group of 100 problems, each occurs once, and a random 30 a second time."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))

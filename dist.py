@@ -154,8 +154,9 @@ def neighbours(count: int) -> td.ProcessGroup | None:
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`. It is 1-d over all ranks. With `shard_ranks` it is 2-d: parameters
-    are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`. If `shard_ranks` is 0 or the number of ranks, the mesh is 1-d over
+    all ranks. Otherwise it is 2-d: parameters are sharded within groups of `shard_ranks` ranks, and
+    replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -178,8 +179,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
                   neighbouring ranks, which together have the whole layer.
         False     It keeps them until `accumulate` or `on_device` ends, so an update gathers them only once.
 
-    The gathered weights of the root stay until the end of the backward pass, or for False as long as those
-    of the layers."""
+    The gathered weights of the root stay until the end of the backward pass. With reshard=False they stay
+    until `accumulate` or `on_device` ends."""
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
@@ -283,9 +284,8 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
     return tensors
 
 
-# HOMES[model][name] is a host tensor, called the home of one tensor: of a weight, a buffer or a tensor of the
-# optimizer's state. While the model is not on the GPU, the home stores this tensor, with the same shape and
-# sharding.
+# HOMES[model][name] is the home of a weight, a buffer or a tensor of the optimizer's state: a host tensor of
+# the same shape and sharding, which stores the values while the model is not on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
@@ -320,8 +320,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # Usually x and its home are the same memory, so there is nothing to copy. They differ if x is new, or
-        # if FSDP has padded an uneven shard, which makes a new tensor.
+        # The home is the host tensor kept for x (HOMES). Usually x is its home, so nothing is copied. It is
+        # not if x was just created, or if FSDP has padded an uneven shard into a new tensor.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -330,13 +330,13 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move a model and its optimizer's state from the device to the host. If `optimizer` is None, the weights
-    have not changed, so the values on the host are still right and nothing is copied."""
+    """Move a model and its optimizer's state from the device to the host. Pass optimizer=None only if the
+    weights have not changed on the device: the host still has their values, so nothing is copied."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # FSDP reads the homes next, to pad uneven shards
+        torch.cuda.synchronize()  # wait for the copies, because FSDP reads them next, to pad uneven shards
     replace_tensors(model, optimizer, new)
 
 
@@ -404,8 +404,8 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
-    every rank raises the error of the lowest failed rank. If the ranks' errors differ, the message begins
-    with the host name of the lowest failed rank."""
+    every rank raises the error of the lowest failed rank. The message begins with the host name of this rank,
+    unless all ranks failed with the same error."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -495,10 +495,11 @@ def check_network(world: World, local: int, planned: Sequence[float], say: Calla
     print the likely cause.
 
     local: number of ranks of a node
-    planned: the two numbers of `measure_network` as tools/plan.py assumes them; 0: unknown
+    planned: the speeds that tools/plan.py assumes, in bytes/s: of a rank within its node, and of a node to
+        other nodes; 0: unknown
 
-    Nothing is measured if machines have different numbers of ranks. On one machine, nothing is measured if
-    the planned speed is unknown, as on CPUs, because the measurement would only delay the start."""
+    Nothing is measured if the number of all ranks is not a multiple of `local`. On one node, nothing is
+    measured if its planned speed is 0, as on CPUs, because the measurement would only delay the start."""
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)
@@ -525,7 +526,7 @@ class Phase:
 
 
 CURRENT = Phase()
-SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds since the last call of phase_seconds
+SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds spent in it; phase_seconds sets it to 0
 
 
 @contextlib.contextmanager
@@ -549,7 +550,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Returns phase -> seconds since the last call of this function."""
+    """Returns phase -> seconds spent in this phase since the last call of this function."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds
