@@ -304,7 +304,7 @@ def _choices(fields, where):
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # Parquet has all letters in each row; missing ones are null
+    elif isinstance(choices, dict):  # Parquet has all rows' letters in each row, the lacking ones null
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())

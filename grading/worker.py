@@ -228,8 +228,9 @@ def _grade_chunk(requests, deadline):
 
 
 def _message(error, spec):
-    """Returns the error as one line of text, which also names the line of the user's file that failed. spec:
-    "FILE.py:FUNCTION". For a comparison, `spec` is the answer, and no line is named."""
+    """Returns the error as one line of text, with the line of the user's file that failed. spec:
+    "FILE.py:FUNCTION" of the user's function; for an error in a comparison it is the answer, and no line is
+    named."""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -262,8 +263,8 @@ def user_files(spec: str) -> dict[str, str]:
     file is listed under the function's name, so that the result does not depend on the file's path."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # `_modules` may have an installed package, such as wandb, if a folder beside the file has the same name.
-    # The package's files are elsewhere, so they are left out.
+    # `_modules` selects by name. So it may have an installed package, such as wandb, if the folder has an
+    # entry of this name (wandb writes its logs to one). Only files inside the folder are hashed.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -338,8 +339,8 @@ def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
     `replies`. Returns when `requests` closes or a pool breaks.
 
-    A function with `seconds` has a pool of `parallel` workers. found: function -> the result of
-    `_import_function`
+    A user's function that declares `seconds` has its own pool of `parallel` workers. All other requests share
+    one pool. found: function -> the result of `_import_function`
 
     If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
     sends each of these requests again in a chunk of its own.
@@ -380,16 +381,16 @@ def _dispatch(requests, replies, workers, deadline, found):
 def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]],
           compares: bool) -> None:
     """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
-    has ended, or when the pool breaks.
+    has ended, or when the pool of workers breaks.
 
-    functions: users' functions, "FILE.py:FUNCTION" -> SCORE or TURN
+    functions: users' functions, "FILE.py:FUNCTION" -> its arguments: SCORE (reward) or TURN (--env)
     compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"}, set(sys.modules))  # a user's folder may have modules of these names
+    _take_modules({"configs", "grading"}, set(sys.modules))  # so a user's file can import its own
     found, files = {}, {}
     try:
         for spec, arguments in functions.items():
@@ -413,8 +414,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
 
 
 class Grader(AbstractContextManager):
-    """Grades responses in processes that can be killed, while the engine generates more responses. Not
-    thread-safe.
+    """Grades responses in processes that can be killed, while the engine generates more responses. A server
+    process forks and feeds them, and is replaced if it dies (see the top of this file). Not thread-safe.
 
     workers     number of worker processes
     deadline    CPU seconds for one answer; its wall time may be WALL times as long. The wait in the queue
@@ -433,11 +434,10 @@ class Grader(AbstractContextManager):
     A function that waits, for example for a server, declares `seconds`, its deadline in wall time, and
     `parallel`, the number of calls at once. Both are attributes of the function or of its file.
 
-    Raises UserError if a function does not exist, can't be imported or has other parameters. If grading
-    raises an error, the reward is 0 and the reason is "error". `errors` keeps the first message of each type
-    of error. `failure` is "", until users' functions fail LATE times in a row (time out or end a worker), or
-    until a new server imports files that were edited during the run. Then it is a message, which `check`
-    raises.
+    Raises UserError if a function does not exist, can't be imported or has parameters that are not listed
+    above. If grading raises an error, the reward is 0 and the reason is "error". `errors` keeps the first
+    message of each type of error. `failure` is "" or a message, which `check` raises: users' functions timed
+    out or ended a worker LATE times in a row, or a new server imported files edited during the run.
     """
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -449,15 +449,15 @@ class Grader(AbstractContextManager):
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
-        self.known = None  # user's function -> result of `_import_function`; or the message of an error
-        self.files = {}  # user's function -> its `user_files` when it was imported
-        self._late = 0  # number of timeouts and dead workers in a row, of users' functions
+        self.known = None  # user's function -> result of `_import_function`; a str: the error of an import
+        self.files = {}  # user's function -> hashes of its files at the first import (`user_files`)
+        self._late = 0  # calls of users' functions in a row that timed out or ended a worker
         self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
         self._told = 0  # number of messages in `errors` that new_errors has already returned
         self._grades = {}  # key -> Grade or Reply: the next return value of `results`
         self._cache = {}  # request -> Grade
-        self._pending = {}  # request that has no outcome yet -> [(key, extracted answer), ...]
+        self._pending = {}  # request without outcome -> (key, answer) of each response that waits
         self._waiting = []  # requests that are not yet in a chunk
         self._size = 1  # number of requests in the next chunk, chosen so that a chunk takes about 0.1 s
         self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
@@ -488,7 +488,7 @@ class Grader(AbstractContextManager):
         key: the key of the response's grade in `results`
         stopped: whether the response ended with EOS or a stop string; if False, it was cut by length
         custom: one of `customs`, which grades the response in place of a comparison
-        more: the arguments `problem`, `row` and `sample` of a function with these parameters"""
+        more: values of `problem`, `row` and `sample`, for a user's function with parameters of these names"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -532,7 +532,7 @@ class Grader(AbstractContextManager):
         if len(keys) > 1:
             return
         if request[0] != "compare" and self.known[request[1]][1]:
-            self._send([request])  # a function with `seconds` gets chunks of one request
+            self._send([request])  # one call a chunk, so that slow calls run in parallel
         else:
             self._waiting.append(request)
         if len(self._waiting) >= self._size:
@@ -575,8 +575,8 @@ class Grader(AbstractContextManager):
 
     def check(self) -> None:
         """Raises UserError if users' functions have timed out or ended a worker LATE times in a row (with
-        `parallel`: 2 × `parallel` times, if that is more), or if their files were edited before the server
-        was replaced."""
+        `parallel`: 2 × `parallel` times, if that is more), or if a new server (after the old one ended)
+        imported files that were edited during the run."""
         if self.failure:
             raise UserError(self.failure)
 
@@ -648,7 +648,7 @@ class Grader(AbstractContextManager):
         """Store the outcomes of the chunk with number `chunk`. seconds: mean time of one request. If the
         outcomes are None, the worker died or timed out, and each request is sent again in a chunk of its own,
         so that only the request that killed the worker fails."""
-        if chunk == 0:  # the server's first line
+        if chunk == 0:  # the server's first message: what it imported (see serve)
             known, files = outcomes
             self.known, self.files = self.known or known, self.files or files
             if files != self.files:
