@@ -4,15 +4,14 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
-A variant is a reference recipe (grpo, grpo-4 or ppo) with other flags or with a patched function. Variant and
-reference are compared on the same seeds, by their held-out accuracy after the last step.
+A variant is a reference with other flags or with a patched function. The references are grpo, grpo-4 (grpo
+with four updates a step) and ppo. Variant and reference are compared on the same seeds.
 
---part chooses the variants: core (those of most claims), all, critic (grpo, and all variants of ppo), power
+--part chooses the variants: core (enough for all CLAIMS), all, critic (grpo, and all variants of ppo), power
 (grpo and ppo with ten seeds), or stability (grpo and ppo with thirty seeds, on the hardest task).
 
 Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. The
-tables go to bench/results/ablations.md. --vary only prints its tables.
-"""
+tables go to bench/results/ablations.md. --vary keeps its runs in the file VARIED, and prints its tables."""
 
 from __future__ import annotations
 
@@ -149,10 +148,8 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed.
-
-    The reference grpo-4 makes four updates a step. It is for variants that change the clipping: with a single
-    update the ratio is 1, and nothing is clipped."""
+    """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed. Variants of
+    the clipping need the reference grpo-4: with one update a step the ratio is 1, so nothing is clipped."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -161,7 +158,7 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns the reference with the algorithm of a preset (its values of `fields`) and with `flags`."""
+    """Returns a variant of `reference`: advantage, ratio and loss are the preset's; `flags` come on top."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
@@ -385,9 +382,8 @@ def collapsed(row: dict) -> bool:
 
 
 def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms before its collapse, or of all its alarms if it did not collapse.
-    The collapse begins when the mean reward of five steps falls for the last time below half of the best such
-    mean."""
+    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse.
+    From the collapse on, the mean reward of the last five steps stays below half of the best such mean."""
     means = means_of_five(row)
     high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
     lost = high[-1] + 5 if collapsed(row) and high else STEPS
@@ -435,8 +431,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 class Claim(NamedTuple):
     """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
 
-    why: a possible cause, for the report, if our runs disagree with the claim
-    unclear: a cause, for the report, if the runs of no task decide the claim"""
+    why: text for the report if the runs of a task disagree with the claim: a possible cause
+    unclear: text for the report if the verdict is "can't tell" on every task: the cause"""
 
     text: str
     source: str
@@ -469,21 +465,21 @@ CLAIMS = (
     Claim("dynamic sampling needs fewer steps", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", -1, "steps"),
     Claim("dynamic sampling takes more samples", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", 1, "samples"),
     Claim("DAPO's four parts together raise accuracy", f"{DAPO_PAPER}, tab. 1", "dapo", "grpo-4", 1),
-    Claim("a ratio of the sequence raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
+    Claim("one ratio per response raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
           why="GSPO's clip range of 0.0003 is for long responses and small learning rates. Here it stops the "
           "gradient of a third of the tokens."),
     Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1, "steps"),
-    Claim("weights that are 4 steps old hurt", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
-    Claim("truncated weights repair stale weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
-    Claim("noise of 0.3 on the engine's logits hurts", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
-    Claim("truncated weights repair such noise", "TIS, Yao et al. 2025", "noise-0.3-tis-2", "noise-0.3", 1),
-    Claim("masked weights repair such noise", "IcePop 2510.18855", "noise-0.3-mask", "noise-0.3", 1),
-    Claim("responses' masked weights repair stale weights", "MIS, Liu et al. 2025", "stale-4-sequence-mask",
+    Claim("samples from old weights lower accuracy", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
+    Claim("TIS helps if samples are from old weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
+    Claim("noise on the engine's logits lowers accuracy", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
+    Claim("TIS helps if logits have noise", "TIS, Yao et al. 2025", "noise-0.3-tis-2", "noise-0.3", 1),
+    Claim("IcePop helps if logits have noise", "IcePop 2510.18855", "noise-0.3-mask", "noise-0.3", 1),
+    Claim("MIS helps if samples are from old weights", "MIS, Liu et al. 2025", "stale-4-sequence-mask",
           "stale-4", 1),
     Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
-    *(Claim("a wrong estimator falls behind", "ours", name, "grpo", -1)
+    *(Claim("a deliberate bug lowers accuracy", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
-    Claim("a wrong estimator falls behind", "ours", "wrong-pack-mean", "grpo", -1,
+    Claim("a deliberate bug lowers accuracy", "ours", "wrong-pack-mean", "grpo", -1,
           unclear="All packs have nearly the same number of responses, in random order. So the mean of the "
           "packs' means is nearly the right mean. tests/test_ranks.py compares gradients and finds the "
           "error."),
@@ -491,14 +487,28 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" or "**disagrees**". Returns "can't tell" if the 95 % interval contains 0, or with
-    fewer than three seeds."""
+    """Returns "agrees" if the difference `found` has the sign that the claim says, else "**disagrees**".
+    Returns "can't tell" if its 95 % interval contains 0, or with fewer than three pairs of runs."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
 
 
 # --- tables
+
+NAMES = (
+    "## Names of the variants", "",
+    "- `lam-0.95`, `temperature-0.6`, …: the flag has this value. `4x32`: 4 prompts a step, 32 samples each.",
+    "- `grpo-4`: 4 updates a step. `passes-2-clip-0.28`: 2 passes over the samples, and `--clip_high 0.28`.",
+    "- `critic-1`: 1 critic update a step, not 12. `critic-warm-up`: steps 0 to 2 train only the critic.",
+    "- `kl-loss-0.1`, `kl-reward-0.1`: a KL term with weight 0.1, in the loss or in the reward.",
+    "- `resample`: replaces prompts whose samples score the same. `dapo-without-…`: DAPO without one part.",
+    "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: logits with noise (standard deviation 0.3).",
+    "- Endings of `stale` and `noise` are values of `--mismatch`: `-tis-2` token-truncate (TIS) up to 2, "
+    "`-sequence` sequence-truncate, `-mask` token-mask (IcePop), `-sequence-mask` sequence-mask (MIS).",
+    "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
+    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.",
+    "- `format`: refused before its first step, because its reward looks for a tag that ends the prompt.", "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -512,20 +522,20 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
         for task in tasks:
             found = difference(runs, task, claim.variant, claim.reference, claim.measure)
             if not found:
-                missing.append(f"{claim.variant} and {claim.reference} on {task}")
+                missing.append(f"{claim.variant} against {claim.reference} on {task}")
                 continue
             said = verdict(found, claim.sign)
             compared = f"{claim.measure}: {claim.variant} minus {claim.reference}"
             rows.append((claim.text, claim.source, task, compared, found, found.n, said))
             verdicts.add(said)
             if said == "**disagrees**":
-                notes.append(f"- Why {task} disagrees with \"{claim.text}\": {claim.why or 'unknown.'}")
+                notes.append(f"- Why runs on {task} contradict \"{claim.text}\": {claim.why or 'unknown.'}")
         if claim.unclear and verdicts == {"can't tell"}:
-            notes.append(f"- Why no task can tell \"{claim.text}\" ({claim.variant}): {claim.unclear}")
+            notes.append(f"- Why no runs decide \"{claim.text}\" for {claim.variant}: {claim.unclear}")
     head = ("claim", "source", "task", "what was compared",
-            "mean difference ± half of the 95 % interval", "seeds", "verdict on the claim")
+            "mean difference ± half of the 95 % interval", "pairs of runs", "verdict on the claim")
     return [*table(head, rows), "", *notes, "",
-            f"Comparisons without a verdict, because runs are missing: {'; '.join(missing) or 'none'}."]
+            f"No verdict, because runs are missing: {'; '.join(missing) or 'none'}."]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
@@ -543,14 +553,14 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
                 for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
         rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
                      gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
-    head = ("variant", "reference", "seeds", "mean accuracy", "deviation over seeds",
-            "accuracy minus that of the reference", f"steps to reward {TASKS[task][1]}",
+    head = ("variant", "reference", "runs", "mean accuracy", "standard deviation of the accuracy",
+            "accuracy minus that of the reference, same seeds", f"steps to reward {TASKS[task][1]}",
             "tokens per response", "entropy (nats)", "collapsed runs", "runs with alarms")
     legend = (
-        "Each variant is compared with its reference, and ± is half of a 95 % interval. "
-        f"`{head[6]}` is the first step at which the mean reward of three steps reaches {TASKS[task][1]}, or "
-        f"{STEPS} if none does (mean over seeds). Tokens and entropy are means of the last five "
-        "steps.")
+        "Numbers are means over runs. The difference is a mean over pairs of runs with the same seed, ± half "
+        "of its 95 % interval. If the reference has more runs, it is not the difference of the two mean "
+        f"accuracies. `{head[6]}`: first step, counted from 0, at which the mean reward of the last three "
+        f"steps reaches {TASKS[task][1]}, else {STEPS}. Tokens and entropy: last five steps; –: no step.")
     return [legend, "", *table(head, rows)]
 
 
@@ -572,7 +582,7 @@ def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
         pairs = len(gaps) // 2
         notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. If all recipes were equal, "
                      f"{pairs / 20:.0f} would differ by chance.")
-    head = ("task", "recipe", "seeds", "accuracy ± half of the 95 % interval", "clearly higher than",
+    head = ("task", "recipe", "runs", "accuracy ± half of the 95 % interval", "clearly higher than",
             "clearly lower than")
     return [*table(head, rows), "", *notes]
 
@@ -587,8 +597,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             lost = [row for row in found if collapsed(row)]
             kept = [row for row in found if not collapsed(row)]
             rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
-    head = ("task", "recipe", "seeds", "collapsed runs", "alarms before the collapse (runs)",
-            "alarms of the other runs (runs)")
+    head = ("task", "recipe", "runs", "collapsed runs", "alarms before a collapse (runs with the alarm)",
+            "alarms of the other runs (runs with the alarm)")
     return table(head, rows) if rows else ["Not run."]
 
 
@@ -617,9 +627,8 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
             rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
                          seeds_needed(math.sqrt(2) * own), of_pairs[1]))
-    head = ("task", "recipe", "seeds", "mean accuracy", "deviation of the accuracy",
-            "deviation of differences on the same seeds", "seeds needed, if variants have different seeds",
-            "seeds needed, if variants have the same seeds")
+    head = ("task", "recipe", "runs", "mean accuracy", "deviation of accuracies", "deviation of differences",
+            "runs needed, on different seeds", "runs needed, on the same seeds")
     return table(head, rows)
 
 
@@ -636,33 +645,32 @@ def report(runs: Runs) -> str:
         "# Claims, tested on tasks for a laptop", "",
         f"`python -m bench.ablations` wrote this file. {made} of the {planned} runs of `--part all --seeds "
         "5` are finished.", "",
-        f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples.",
+        f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples. bench/tasks.py shows the tasks.",
         "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
         "- ± is half of a 95 % interval. If two variants are equally good, one interval in 20 excludes 0.",
         "- A difference is a mean over pairs of runs with the same base model and seed. Its interval can "
         "exclude 0 although the intervals of the two accuracies overlap.",
-        "- On countdown, PPO and its variants ran on one CPU, the other recipes on another, GRPO on both. "
-        "The CPUs' base models differ by rounding. So PPO is compared only with the GRPO runs of its CPU.",
+        "- On countdown, ppo and its variants ran on CPU A, all other variants on CPU B, grpo on both. "
+        "The base models of A and B differ by rounding. So ppo is compared only with the grpo runs on A.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
-        "of the best mean of five steps.",
-        "- The `wrong-grades` variants have wrong grades in training only.", "",
+        "of the best mean of five steps. The accuracy of a run that ended early counts as 0.",
+        "- Alarms are signs of trouble in the metrics (guard/alarms.py).", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
-        "## Claims", "",
+        *NAMES, "## Claims", "",
         "The verdict is `can't tell` if the 95 % interval of the difference contains 0.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
-        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A recipe is clearly "
-        "higher than another one if the 95 % interval of the difference in accuracy is above 0, and clearly "
+        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A is clearly higher "
+        "than B if the 95 % interval of the differences, A minus B on the same seed, is above 0, and clearly "
         "lower if it is below 0. The lines below the table count the pairs with such a difference.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
-        "After each alarm, in parentheses, is the number of runs with this alarm. N stands for any number in "
-        "the alarm's text.", "",
+        "`some alarm (7)`: seven runs had this alarm. N stands for a number in the alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "Deviations are standard deviations over seeds. In the sixth column, a difference is the accuracy of "
-        "a variant of the recipe minus that of the recipe, and the number is the median over these variants. "
-        "With the seeds needed, four of five experiments find a true difference of 2 points (0.02).", "",
+        "Deviations are standard deviations over runs. A difference is the accuracy of a variant minus that "
+        "of the recipe, on the same seed; the table has the median of all variants' deviations. With the "
+        "runs needed, for each of the two, a true difference of 0.02 is found with 80 % probability.", "",
         *power_table(runs, tasks, variants)]
     for task in tasks:
         lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
@@ -677,8 +685,8 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs whose settings have not changed since. keys: (task, variant, seed) -> key of
-    the present settings (see key_of). vary: also reads the runs of --vary."""
+    """Returns the finished runs, without those whose settings have changed since. keys: (task, variant, seed)
+    -> hash of the present settings (see key_of). vary: also reads VARIED, the runs that --vary made."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):
@@ -737,8 +745,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """Returns (task, variant, seed) -> (config, variant), ordered by seed. base: task -> folder of the base
-    model."""
+    """Returns (task, variant's name, seed) -> (config, Variant) of every possible run. Runs of seed 0 come
+    first. base: task -> folder of the task's base model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 

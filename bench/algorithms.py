@@ -6,8 +6,7 @@ PPO and GRPO also train on sums of three-digit numbers. There a response that wo
 than a guess, so the response length shows which of the two the model does. Missing base models are
 pretrained. Finished runs of an earlier call are not repeated.
 
-The results, which LEGEND explains, go to bench/results/algorithms.json, .md and .png.
-"""
+The results, which LEGEND explains, go to bench/results/algorithms.json, .md and .png."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ from log import read_metrics
 from tools import tiny
 
 HARD = "-3-digits"
-PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}  # of the other NAMES: NAME-7b
+# Recipe -> its preset. A recipe that is not here has the preset f"{recipe}-7b".
+PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")

@@ -3,13 +3,14 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
 A pair is an answer, a gold answer, and whether they are equal. The pairs are divided into six parts:
-    seen      two thirds of the synthetic pairs of bench/equality_pairs.py, with --draws pairs per template
-    unseen    the last third of them. Nobody looks at it while improving the grader. Needs --unseen.
+    seen      two thirds of the synthetic pairs of bench/equality_pairs.py; --draws draws per template
+    unseen    the other third of them
     foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
-    second    204 older pairs of the same file, written before the second of three revisions of the grader
-    golds     two thirds of the pairs of bench/equality_golds.txt, written before the third revision. Their
-              gold answers look like those of competition data sets.
-    others    the last third of the pairs of this file. Like `unseen`: nobody looks at it; needs --unseen.
+    second    the file's other 204 pairs, written before the grader's second revision
+    golds     two thirds of the pairs of bench/equality_golds.txt, written before the grader's third revision.
+              Their gold answers look like those of competition data sets.
+    others    the other third of them
+Nobody looks at `unseen` and `others` while improving the grader. They need --unseen.
 
 In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
 answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.
@@ -18,8 +19,7 @@ Three graders judge each pair: the present grading/answers.py (`after`), grading
 --before (`before`), and math-verify. Prints one JSON line per grader and part.
 
 --failures prints each wrong verdict of grading/answers.py, except on unseen pairs. --unseen writes
-bench/results/equality.md and .json.
-"""
+bench/results/equality.md and .json."""
 
 from __future__ import annotations
 
@@ -40,10 +40,8 @@ from bench.equality_pairs import Pair, pairs, unseen
 from grading.answers import grade
 
 SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
-
-
 PARTS = {"seen": "**synthetic, two thirds, seen**", "unseen": "**synthetic, one third, unseen**",
-         "foreign": "**foreign: by another author**", "second": "**second: older pairs**",
+         "foreign": "**foreign: by another author**", "second": "**second: before the second revision**",
          "golds": "**golds, two thirds, seen**", "others": "**golds, one third, unseen**"}
 
 
@@ -130,8 +128,8 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
 
 
 def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table with a row for each category and each part. A cell is the percent of right
-    answers refused / of wrong answers accepted."""
+    """Returns a Markdown table. Rows: each category, then each part (PARTS). Columns: numbers of right and of
+    wrong answers; for each grader, percent of right answers refused / of wrong answers accepted."""
     groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
     groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
     lines = []
@@ -167,11 +165,12 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = ("Each cell has two percentages: right answers that the grader refused / wrong answers\n"
-                "that it accepted. `before` is torz's grader as of commit 3d91407 (--before), `after` is\n"
-                "the present one. Rows in bold are sums over categories; the docstring of\n"
-                "`bench/equality.py` says where the pairs are from. Nobody looked at unseen pairs while\n"
-                "improving the grader. `python -m bench.equality --unseen` wrote this.\n\n")
+        head = ("The first two columns count answers. The others have two percentages for each grader:\n"
+                "right answers refused / wrong answers accepted. `before` is torz's grader at commit\n"
+                "3d91407, before its third revision. `after` is its grader when `python -m bench.equality\n"
+                "--unseen` wrote this. Another author wrote the `foreign` pairs. `second` and `golds` were\n"
+                "written before the second and the third revision. Nobody looked at unseen pairs while\n"
+                "improving the grader. A row in bold is for all categories of a part together.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

@@ -9,13 +9,7 @@ gold answers (one is drawn), other ways to write the gold answer (`right`), and 
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-The rules by which answers are equal:
-- Two forms of the same value are equal: `\sqrt{242}` and `11\sqrt{2}`.
-- But if the gold answer is a plain number, a calculation (`3+4`, `84/2`) is wrong.
-- A unit must be the gold answer's unit or be left out. Units are not converted. A percent is a hundredth.
-- A decimal is right if its relative error is at most one in a million.
-- Words and letters are compared as text.
-"""
+The docstring of grading/answers.py has the rules by which answers are equal."""
 
 from __future__ import annotations
 
@@ -36,7 +30,7 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns all pairs, each once. A hash of the gold answer decides which pairs are unseen (a third)."""
+    """Returns the pairs of `varied` and of the templates, each filled `draws` times. No pair occurs twice."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -44,7 +38,7 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
 
 
 def unseen(gold: str) -> bool:
-    """Returns whether the pairs of a gold answer are unseen, as are about a third of all pairs."""
+    """Returns whether the pairs of a gold answer are in the unseen third. A hash keeps the choice fixed."""
     return hashlib.sha256(gold.encode()).digest()[0] % 3 == 0
 
 
@@ -88,7 +82,7 @@ def drawn(draws: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
                     yield name.replace("_", " "), fill(template, values), gold, same
 
 
-# --- rules that change a gold answer
+# --- gold answers, and functions that turn them into right and wrong answers
 
 GOLDS = r"""
 numbers | 7 | -13 | 204 | 2048 | 1000000 | 3.75 | -0.125 | .5 | 120 | 025 | 6.02 \times 10^{23} | 10! |
@@ -138,8 +132,8 @@ RIGHT = [  # functions that rewrite an answer without changing what it means
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. At the first place the
-    digit can stay the same; `varied` drops such an answer, because it is not wrong."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. A digit at the start of `t`
+    does not become 0. It can stay the same: then `varied` drops the answer, because it is not wrong."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

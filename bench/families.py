@@ -8,8 +8,7 @@ comparison fails if torz ignores a setting.
 
 Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
 models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
-limit.
-"""
+limit."""
 
 from __future__ import annotations
 
@@ -29,16 +28,15 @@ from bench.common import RESULTS, ROOT, arguments, environment, markdown, say
 sys.path.append(str(ROOT / "tests"))
 import families
 
-# Largest allowed differences. `gradient` is the norm of the difference divided by the gradient's norm.
-# `exported critic` is the difference of the critics' values. All other differences are of log-probs, in nats.
+# Largest allowed differences. LEGEND says what is compared.
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 LEGEND = """\
-Each row is a tiny model with random weights in fp32. A cell compares torz with transformers; the two columns
-of the engines compare the engine with the trainer. The error of the gradient is the norm of the difference,
-divided by the gradient's norm. The error of the exported critic is the largest difference of two values. In
-all other columns, the error is the largest difference of two log-probs, in nats.
+Each row is a tiny model with random weights in fp32. `log-probs` and `gradient` compare torz's trainer with
+transformers. `torch engine` and `vLLM engine` compare an engine with the trainer. `exported …` compares
+torz's model with its export, run by transformers. Differences are of log-probs, in nats. But in `gradient`
+they are relative to a parameter's gradient, and in `exported critic` they are of the critic's values.
 
 """
 
@@ -68,7 +66,8 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes the results. Models that are not in `rows` keep their earlier row."""
+    """Writes families.json and .md: the new `rows`, and the old rows of other models. Returns the .md's text.
+    names: all models, in the order of the table."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}
@@ -77,7 +76,7 @@ def save(rows: list[dict], names: list[str]) -> str:
     file.write_text(json.dumps(figures, indent=1) + "\n")
     cells = [[f"{x:.1e}" if isinstance(x, float) else x for x in (row[n] for n in ("model", *LIMITS))]
              for row in rows]
-    head = ("model", *(f"error of {name}" for name in LIMITS))
+    head = ("model", *(f"{name}: largest difference" for name in LIMITS))
     file.with_suffix(".md").write_text(LEGEND + markdown(head, cells))
     return file.with_suffix(".md").read_text()
 

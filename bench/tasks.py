@@ -13,8 +13,7 @@
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
 The last third of the pretraining texts contains errors (guesses, wrong numbers, wrong signs), so that the
-base model solves few problems.
-"""
+base model solves few problems."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """Returns x, or with probability `slip` a wrong number near x."""
+    """Returns x, or with probability `slip` a number near x, nearly always another one."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
@@ -145,7 +144,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS random problems with different texts."""
+    """Returns PROBLEMS tuples of numbers from `draw`. `work` writes a different problem for each of them."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -155,7 +154,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # needed only so that `rng` goes on as when the models of ablations.md were made
+    think(drawn[0], rng, 0)  # not used; advances `rng`, so that base models stay those of ablations.md
     return drawn
 
 
@@ -177,7 +176,8 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip, guesses: in the last third of the texts, probabilities of a wrong number and of a guessed answer
+    slip, guesses: probabilities of a wrong number in the thought, and of a guessed answer without a thought.
+        Only the last third of the pretraining texts (`final`) has such errors.
     of_row: further fields of the rows in the data files"""
     before, after, form = style
 
