@@ -149,7 +149,7 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 class Variant(NamedTuple):
     """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed. Variants of
-    the clipping need the reference grpo-4: with one update a step the ratio is 1, so nothing is clipped."""
+    the clipping need the reference grpo-4: with one update a step, the ratio is 1 and nothing is clipped."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -487,7 +487,7 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" if the difference `found` has the sign that the claim says, else "**disagrees**".
+    """Returns "agrees" if `found` has the sign of the claim (1: higher, -1: lower), else "**disagrees**".
     Returns "can't tell" if its 95 % interval contains 0, or with fewer than three pairs of runs."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
@@ -503,7 +503,7 @@ NAMES = (
     "- `critic-1`: 1 critic update a step, not 12. `critic-warm-up`: steps 0 to 2 train only the critic.",
     "- `kl-loss-0.1`, `kl-reward-0.1`: a KL term with weight 0.1, in the loss or in the reward.",
     "- `resample`: replaces prompts whose samples score the same. `dapo-without-…`: DAPO without one part.",
-    "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: logits with noise (standard deviation 0.3).",
+    "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: engine's logits + noise of deviation 0.3.",
     "- Endings of `stale` and `noise` are values of `--mismatch`: `-tis-2` token-truncate (TIS) up to 2, "
     "`-sequence` sequence-truncate, `-mask` token-mask (IcePop), `-sequence-mask` sequence-mask (MIS).",
     "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
@@ -657,7 +657,7 @@ def report(runs: Runs) -> str:
         "- Alarms are signs of trouble in the metrics (guard/alarms.py).", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         *NAMES, "## Claims", "",
-        "The verdict is `can't tell` if the 95 % interval of the difference contains 0.", "",
+        "The verdict is `can't tell` if the 95 % interval contains 0, or with fewer than 3 pairs.", "",
         *claims_table(runs, tasks), "",
         "## Recipes against one another", "",
         "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A is clearly higher "

@@ -168,9 +168,9 @@ def main() -> None:
         head = ("The first two columns count answers. The others have two percentages for each grader:\n"
                 "right answers refused / wrong answers accepted. `before` is torz's grader at commit\n"
                 "3d91407, before its third revision. `after` is its grader when `python -m bench.equality\n"
-                "--unseen` wrote this. Another author wrote the `foreign` pairs. `second` and `golds` were\n"
-                "written before the second and the third revision. Nobody looked at unseen pairs while\n"
-                "improving the grader. A row in bold is for all categories of a part together.\n\n")
+                "--unseen` wrote this. Another author wrote the pairs `foreign`. `second` is older than the\n"
+                "second revision; `golds`, with gold answers as in competitions, than the third. Nobody\n"
+                "looked at unseen pairs while revising the grader. Rows in bold are whole parts.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)
