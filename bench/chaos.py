@@ -12,7 +12,7 @@ namespaces; without root, both nodes use the loopback network.
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
 - It loses no saved step, and it reports what it could not write.
-- It prints no error that the fault does not explain. If the fault must lead to a refusal, one line says why.
+- It prints no unexplained error. A command that must refuse to start (damaged checkpoint) says why in a line.
 
 Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
 then kept. Some faults need root and are skipped without it.
@@ -56,8 +56,8 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. The environment variable CHAOS has the order: a fault, a rank and a phase, as
-    JSON. If this process is that rank, a thread runs `watch`, which strikes once."""
+    """Runs train.py unchanged. The environment variable CHAOS (JSON) names a fault, a rank, a phase and a
+    file. On that rank, the thread `watch` causes the fault. If the file exists, it has happened already."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -66,11 +66,11 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits until the rank enters the order's phase for the `visit`-th time, and then `after` seconds. Then
+    """Waits until this rank enters order["phase"] for the `visit`-th time, and then `after` seconds. Then
     writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    The undisturbed run has an order without a phase. It gets no signal. At its end it writes the times at
-    which each phase was entered and left to `file`."""
+    In the undisturbed run the phase is "", and no signal is sent. When this process ends, it writes the times
+    at which it entered and left each phase to `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -128,8 +128,8 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. The ranks run be_a_rank for the first command, and train.py for
-        later ones."""
+        """Starts the node's torchrun agent. In a run's first command, the ranks run be_a_rank, which adds the
+        fault to train.py. In later commands they run train.py itself."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -240,9 +240,9 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(run, struck rank's message, random generator). The main program calls it when `watch`
-# has written its file, which is the moment of the strike. The function returns False if it was called too
-# late, or if there is no checkpoint to damage.
+# A fault is a function(nodes, message of the struck rank, random generator). At the strike, `watch` in the
+# struck rank writes the message to a file. Then the main program calls the function, which returns False if
+# it was called too late, or if there is no checkpoint to damage.
 
 
 class Skipped(Exception):
@@ -431,7 +431,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # for these faults, the run's folder is on a small file system
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end, and then the others print errors
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end: errors of the others are allowed
 
 
 # --- the checks of a run
@@ -467,7 +467,7 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# Traceback of TensorBoard's writer thread, which ends if the disk is full. log.Logger makes a new writer.
+# Allowed with a fault in DISK: TensorBoard's writer thread ends with this, and log.Logger makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -516,8 +516,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Makes the run's folder, on a small file system for a fault of DISK. Raises Skipped if mounting is not
-    allowed."""
+    """Context manager: makes the run's folder. If `fault` is in DISK, this is a small tmpfs; on exit a normal
+    folder with its files replaces it. Raises Skipped if mounting is not allowed."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -564,12 +564,12 @@ def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
             "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-Visits = dict[str, list[list[float]]]  # phase -> [begin, end] of each visit, in seconds
+Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s, for each time that the run was in it
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns phase -> (number, length in s) of each visit. If the fault damages a checkpoint, leaves out the
-    visits that begin before the first save is complete."""
+    """Returns the visits that the fault can strike: phase -> [(number, length in s), …]. A fault in DAMAGE
+    needs a checkpoint, so it can't strike visits that begin before the first save is complete."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
@@ -577,8 +577,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, i, seconds) for each run: the fault strikes when the run enters the phase for the
-    i-th time, which lasts `seconds`. New faults come first, and new phases if the fault can strike there."""
+    """Yields (fault, phase, i, seconds) for each run: the fault strikes the i-th visit of the phase, which
+    lasts `seconds`. Faults repeat only after all have come; so do phases, among those it can strike."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)

@@ -70,7 +70,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> median over the rounds. Memory is the last round's."""
+    """Returns name of a measurement -> medians over rounds. Memory: last round; residual_first: first."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}

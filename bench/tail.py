@@ -43,17 +43,17 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations. The last three fields are for engines that share CPU cores; their
-    defaults are for engines on GPUs."""
+    """What an engine's operations cost, in seconds. The last three fields say how engines that share a CPU
+    slow each other down; with the defaults (engines on GPUs) they do not."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
-    prefill: float  # per token whose keys and values are computed again, after new weights or a move
+    prefill: float  # per token of a response that got new weights, or moved to another engine
     response: float = 0.0  # added for each response of a round
     round: float = 0.0  # added for each round
     exchange: float = 0.0  # per message to all engines: one a round, and with --round_len two more a step
     cores: int = sys.maxsize  # engine i runs on core i % cores
-    beside: float = 1.0  # speed of a core while all cores are busy, relative to a core alone
-    shared: float = 1.0  # speed of a core that runs several engines, for all of them together
+    beside: float = 1.0  # speed of a busy core if all others are busy, relative to all others idle
+    shared: float = 1.0  # combined speed of several engines on one core, relative to one engine
 
 
 # --- the simulator
@@ -76,7 +76,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: time of engine i if it has a core alone."""
+    """Returns the seconds until the last engine ends. seconds[i]: time of engine i if no other engine ran."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -105,7 +105,7 @@ class Simulation:
         """Simulates one step's rollout. `staleness` and `oldest` are the mean and largest age, in steps, of
         the weights that sampled the tokens. `idle`: fraction of the time in which engines wait for others."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # new weights make the cache of unfinished responses invalid
+        moved = set(self.going)  # prefilled again, as if they had moved, because the weights are new
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -141,7 +141,7 @@ class Simulation:
 
     def _round(self, keys, moved, step):
         """Simulates one round of one engine, for the responses `keys`. Returns the seconds. `moved`: keys of
-        the responses of all engines whose cache must be computed again."""
+        responses, of any engine, that must be prefilled again (new weights, or a move to another engine)."""
         if not keys:
             return 0.0
         reread = 0

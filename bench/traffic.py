@@ -1,9 +1,10 @@
-"""Runs train.py, counts the bytes that its ranks send in FSDP2's collectives, and prints them at the end.
+"""Runs train.py and prints at the end how many bytes a rank sends in FSDP2's collectives.
 
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
-Rank 0 prints one JSON line: GiB that it sends within its node and to other nodes, by collective. A node is
-8 ranks. bench/rehearse.py uses this program, and bench/nullgpu/network.py uses its `count`.
+Rank 0 prints one JSON line: GiB within its node and to other nodes, by collective. A node is 8 ranks. The
+GiB are computed from the sizes of the tensors in rank 0's calls, for NCCL's ring (tools.plan.sent).
+bench/rehearse.py uses this program, and bench/nullgpu/network.py uses its `count`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("re
 
 
 def count() -> None:
-    """Patches the functions of COLLECTIVES, so that SENDS counts what this rank sends. Does not count an
-    all-reduce over all ranks, because it is not FSDP2's."""
+    """Patches the functions of COLLECTIVES, so that SENDS adds up the bytes that this rank sends for FSDP2.
+    Leaves out all-reduces over all ranks: these are train.py's own sums, such as those of metrics."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

@@ -16,9 +16,9 @@ matrix products and attention in the others.
 Prints one JSON line per phase, with medians over the rounds after the first:
     tokens_per_s_a_rank   tokens per second of one rank
     mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
-                          6 per weight and token, plus causal attention, without recomputation.
-    limit_s               lower bound of the seconds: the larger of FLOP / (FLOP per second, measured) and
-                          moved bytes / (bytes per second, measured)
+                          those of `flops` (a third of them for logprobs), without recomputation.
+    limit_s               lower bound of the seconds, the larger of: FLOP / (FLOP per second of a large matrix
+                          product); bytes read and written / (bytes per second of a large copy)
     memory_gib            peak memory of the phase minus the memory before it
 """
 
@@ -68,8 +68,8 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 
 def flops(config, packs: list[Pack], head: int) -> float:
-    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
-    `head` is the head's number of rows (1 for a critic)."""
+    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention. The
+    output layer has `head` rows (1 for a critic), and is computed only for the tokens of p.mask."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -146,8 +146,8 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
-        # A forward pass reads the weights once per pack; the passes of an update are counted as three such
-        # reads. AdamW reads and writes weights, gradients and moments in fp32: 32 bytes per weight.
+        # A forward pass reads the weights once per pack; a backward pass counts as two such reads. An update
+        # also reads and writes the weights, gradients and two moments in fp32: 4 * 2 * 4 bytes per weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)

@@ -3,15 +3,9 @@
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
 bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs trainer.py twice for each case:
-with --recompute auto and with --recompute layers. --only chooses the cases whose names contain one of its
-words; the other cases keep their rows. Columns of the table bench/results/nullgpu-memory.md:
-    layers computed again      number of layers that the backward pass computes again as a whole; of the rest,
-                               all but matrix products and attention. `none`: nothing is computed again
-    planned GiB                peak by tools/plan.py, without the engine and NCCL's buffers
-    GiB of torch's tensors     peak of what the tensors take
-    GiB reserved by torch      peak of what torch's allocator took from the driver
-    GiB given by the driver    peak of all that the process took from the driver, also CUDA's context
-    FLOP / token / parameter   FLOP of matrix products of an update, also of those that are computed again
+with --recompute auto and with --recompute layers. --only runs only the cases whose names contain one of its
+words; the table keeps its earlier rows of the other cases. LEGEND explains the columns of the table
+bench/results/nullgpu-memory.md.
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
 --recompute auto leaves less than 8 % of the device free.
@@ -48,17 +42,18 @@ PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["po
 ABOVE = 1.08  # a plan may be at most this factor above the driver's peak
 
 LEGEND = """\
-Each row compares the planned peak memory of one rank with the peak of the training code on a stub CUDA
-driver, which counts memory and computes nothing. The driver's count includes CUDA's context. The column
-"layers computed again" has the number of layers that the backward pass computes again as a whole. Of the
-other layers it computes only cheap operations again, or nothing at all (`none`). The last column counts only
-the FLOP of matrix products.
+GiB are peaks of the memory of one rank. Planned: by tools/plan.py, without the engine and NCCL. The other
+three were measured on a stub CUDA driver, which counts memory and computes nothing: what torch's tensors
+take, what torch's allocator reserves for them, and all that the process takes from the driver, also CUDA's
+context. "layers recomputed" is the number of layers that the backward pass computes again as a whole. Of the
+other layers it recomputes only cheap operations, or nothing (`none`). The last column counts FLOP of matrix
+products, also of recomputed ones. Looking up an embedding needs none, so the number can be below 6.
 
 """
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """Returns phase -> planned peak in GiB, without NCCL's buffers and the engine, which trainer.py lacks."""
+    """Returns phase -> planned peak in GiB, without what bench.nullgpu.trainer lacks: NCCL and an engine."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -91,8 +86,8 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the row of a phase: its maxima over `steps`. There are two steps (the first also creates the
-    optimizer's state), or one for the sync."""
+    """Returns the table row of a phase. Memory is the maximum over `steps`: two steps of a model's updates
+    (the first also creates the optimizer's state), or one sync (weights are gathered for the engine)."""
     def most(field):
         return max(step[field] for step in steps)
 
@@ -125,8 +120,8 @@ def table(rows: list[dict]) -> str:
         gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
         lines.append((r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"], *gib,
                       f"{r['share']:.3f}", r.get("n_a_token", "")))
-    head = ("case", "--recompute", "phase", "layers computed again", "planned GiB", "GiB of torch's tensors",
-            "GiB reserved by torch", "GiB given by the driver", "planned / driver",
+    head = ("case", "--recompute", "phase", "layers recomputed", "planned GiB", "GiB of torch's tensors",
+            "GiB reserved by torch", "GiB from the driver", "planned / driver",
             "FLOP / token / parameter")
     return LEGEND + markdown(head, lines)
 

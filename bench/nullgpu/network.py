@@ -18,8 +18,8 @@ from tools import plan
 
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
-    """Returns collective -> pairs (number of times, what the rank sends each time). `name` is "sync" or the
-    updated model. Before the critic's updates, its values need one more forward pass of each pack."""
+    """Returns collective -> pairs (number of times, what the rank sends each time). name: "sync", "policy" or
+    "critic". The critic needs two forward passes of each pack: one for the values, and one to update."""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}

@@ -3,8 +3,8 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-Runs each command of the script with the smaller values in SMALL, on a stub CUDA device that computes nothing
-(bench/nullgpu/trainer.py says what the folder NULLGPU is). So this tests that the commands take their flags
+NULLGPU is the folder of a stub CUDA driver that computes nothing (see bench/nullgpu/trainer.py). This program
+runs the script's commands on it, with the smaller values in SMALL. So it tests that they accept their flags
 and run to the end. The measured numbers mean nothing.
 """
 
@@ -17,9 +17,9 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # else an import below would set it; on a GPU only train.py does
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # stand_ins() would set it; on a GPU only train.py does
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-if words[0] != "-u":  # -c, or torchrun, which starts `PYTHON_EXEC -u train.py …`
+if words[0] != "-u":  # for -c and torchrun, which starts `PYTHON_EXEC -u train.py …` on each rank
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())
 
@@ -36,13 +36,13 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
-# Every value that is read from the stub is 0. All that follows keeps such zeros out of sums and sizes.
-Meter.__init__ = lambda meter, device: new(meter)  # the meter sums on the host
+# Every value that is read from the stub is 0. The patches below avoid that sums and sizes become 0.
+Meter.__init__ = lambda meter, device: new(meter)  # sums on the CPU, which keeps the counts
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# All prompts have one length. No response ends on the stub, so this ends each at its limit.
+# All prompts have one length. On the stub no sampled token is EOS, so this ends each response at its limit.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
@@ -51,12 +51,12 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# x.max() in `_wave` would be 0: gives it the largest limit at the first call, then the prompts' length.
+# On the stub, x.max() is 0. In `_wave`, this returns the largest limit at first, then the prompts' length.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (
     repeat(x, n, output_size=len(n) * sizes["len"]) if isinstance(n, Tensor) else repeat(x, n, *args))
-Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # as if no two entries were equal
+Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # all distinct; on the stub all 0
 sys.argv = words[1:]
 runpy.run_path(words[1], run_name="__main__")
 nullgpu.quit()

@@ -152,7 +152,7 @@ def stand_ins() -> None:
 
 def one_process(argv: list[str]) -> None:
     cfg = configs.parse(argv, "run.py")
-    dist.phase = phases = Phases(cfg, dist.phase)  # must be set before `import train`
+    dist.phase = phases = Phases(cfg, dist.phase)  # before `import train`, whose decorators call dist.phase
     import train
     from bench.nullgpu.trainer import Pageable
 

@@ -4,24 +4,24 @@
                                                           [--world 32] [--packs 1] [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM. The stub's kernels do nothing, and copies from the stub to the host bring zeros. The
-process group is torch's fake one.
-
-So this program measures torch's real allocator, kernel launches, copies, waits and collectives. The computed
-numbers mean nothing, and nothing is measured about the speed of a GPU or about NCCL.
+builds of torch and vLLM. The stub's kernels do nothing, and copies from the stub to the host bring zeros.
+torch's fake process group sends nothing. So the memory of torch's allocator is real, and kernel launches,
+copies, waits and collectives are counted. Computed numbers mean nothing; the speed of a GPU is not measured.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
     on, off          a model's state moves to the device and back
     values           the critic's forward passes
-    critic, policy   the updates; [0] makes the optimizer's state, [1] is like every later step
+    critic, policy   the updates
+All but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
     peak_gib         peak of torch's tensors; stays_gib: what they take when the phase ends
     reserved_gib     peak of what torch's allocator took from the driver
     driver_peak_gib  peak of all that the process took from the driver
-    other *_gib      data that were copied or sent, and host memory that was pinned
-    h2d, d2h         number of copies from host to device, and back
+    h2d, d2h         number of copies from host to device, and back; h2d_gib, d2h_gib: their size
+    d2d_gib          data copied within the device; pinned_gib: host memory that was pinned
+    all_gather_…_gib size of the whole tensors of all-gathers; reduce_scatter_…_gib: of reduce-scatters
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
     index_add        launches of atomic additions, whose order on a GPU is random
@@ -129,7 +129,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # on the host: the stub has only zeros
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # computed on the CPU: the stub has zeros
     return train.Role(name, module, train.make_optimizer(module, lr, cfg))
 
 
@@ -178,7 +178,7 @@ class Phases:
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
         copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
-        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: the wait above
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: our synchronize
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
