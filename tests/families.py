@@ -100,8 +100,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Compares our model with transformers'. Returns the largest differences: of log-probs in nats ("logp"),
-    and of a parameter's gradients, divided by the norm of transformers' gradient ("gradient")."""
+    """Compares our model with transformers'. Returns the largest differences: of log-probs, in nats ("logp");
+    of a parameter's gradients, divided by their norm plus 0.1 % of the whole gradient's norm ("gradient")."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW

@@ -52,7 +52,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins a process group. Returns the sum of rank + 1, and if the store has an earlier group's key."""
+    """Joins a process group. Returns the sum of rank + 1, and whether the store has an earlier call's key."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -222,7 +222,7 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Trains as if rank 1 ran on a host "other", with the folder `other` in place of `folder`. Needs root."""
+    """Trains as if rank 1 ran on another machine, which has the files of `other` in `folder`. Needs root."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -287,9 +287,9 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds. Returns "drawn" and "prompts" (the prompts before and after the
-    replacement), "rewards" (prompt_id -> rewards, for this rank's prompts), "measured" (the number of prompts
-    in the mean of pass@n), and "alarms" (the text of alarms.jsonl)."""
+    """Samples step 0, where --resample_rounds replaces groups of equal rewards. Returns "drawn" and "prompts"
+    (the prompts before and after that), "rewards" (prompt_id -> rewards, for this rank's prompts), "measured"
+    (the number of prompts in the mean of pass@n), and "alarms" (the text of alarms.jsonl)."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):

@@ -8,7 +8,7 @@ from tools import tiny
 
 
 def taught(task: tiny.Task, folder: Path, count: int, batches: int, batch: int) -> str:
-    """Makes a model that solves about half of `count` problems. Its training and held-out sets are equal."""
+    """Returns the folder of a model that solves half of `count` problems. Both its data files have them."""
     few = task._replace(problems=lambda rng: 2 * task.problems(rng)[:count])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HELD_OUT=count, BATCHES=batches, BATCH=batch, WARMUP=5).items():

@@ -120,7 +120,7 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """At step 12 the mean of five rewards falls below half of the best. Alarms up to this step count."""
+    """At step 12 the mean of the last five rewards falls under half of its best. Later alarms don't count."""
     alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
     lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
     assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]

@@ -29,7 +29,7 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """Trains on two ranks as if each had its own host. Returns the error line that both ranks show."""
+    """Trains on two ranks; on rank 1, `folder` has the files of `other`. Returns the error that both show."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":

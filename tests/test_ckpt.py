@@ -44,7 +44,7 @@ def same(run_, two_ranks):
 
 
 def restore(count, base, out):
-    """Resumes the run `out` on `count` ranks. Returns the result of ranks.prepared of each rank."""
+    """Loads the run `out` on `count` ranks. Returns each rank's first step ("start") and all tensors."""
     cfg = dataclasses.replace(base, resume=str(out), out=f"{out}-on-{count}")
     return run_ranks(count, ranks.prepared, cfg)
 
@@ -265,7 +265,7 @@ def test_what_may_differ_on_resume():
                      steps=9, track=("wandb",)) == []
     debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
     assert differing(orz, prompts_per_step=16, **debug) == []
-    assert differing(orz, prompts_per_step=7, **debug) == [  # 7 is not debug's value: all changes count
+    assert differing(orz, prompts_per_step=7, **debug) == [  # debug sets 16: all changes count
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of all updates, so `steps` matters
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
@@ -365,7 +365,7 @@ def test_signals_are_handled_only_while_training(capfd):
         assert dist.stop_signal and signal.getsignal(signal.SIGINT) != before[1]
         assert "SIGUSR1: the run saves and stops when phase" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)) == before
-    time.sleep(0.5)  # longer than the grace period
+    time.sleep(0.5)  # longer than `grace`: a timer that still ran would now end the process
 
 
 def tree(folder):
@@ -382,7 +382,7 @@ def copy_of(two_ranks, out):
 
 @pytest.mark.parametrize("where", ["run", "run/ckpt", "mine", "link", "mine/thesis.tex", "dangling"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """An export onto a user's files is refused before the checkpoint is read. Here it is damaged."""
+    """An export onto a user's files is refused before it reads the checkpoint, which is damaged here."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -410,14 +410,14 @@ def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
 
 
 def test_make_demo_moves_a_finished_run_aside(tmp_path):
-    """The folder of an unfinished run keeps its name, so that the training resumes."""
+    """A finished run has export/policy. An unfinished run is not moved, so it continues."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements.txt", "requirements-cpu.txt", ".venv/.demo", "runs/tiny-base-0/tiny.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     out = tmp_path / "runs" / "mine"
     (tmp_path / ".venv/bin").mkdir()
-    program = tmp_path / ".venv/bin/python"  # writes $N to a file instead of training
+    program = tmp_path / ".venv/bin/python"  # replaces Python: writes $N to OUT/n instead of training
     program.write_text(f"#!/bin/sh\nmkdir -p {out}$DONE; [ -f {out}/n ] || echo $N > {out}/n\n")
     program.chmod(0o755)
 

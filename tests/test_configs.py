@@ -16,7 +16,7 @@ def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
     assert parse(["orz-7b"]).critic_updates == 12
     assert parse(["orz-7b", "--layout=debug"]).critic_updates == 1
     assert parse(["orz-7b", "--layout", "debug", "--critic-updates", "3"]).critic_updates == 3
-    # the preset's evaluation sets are not those of own data
+    # with --data, the preset's evaluation sets are not used
     assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
     monkeypatch.setenv("DEBUG_MODE", "True")
     assert parse(["orz-7b"]).ranks == 8

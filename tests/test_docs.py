@@ -66,7 +66,7 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-# Names of removed features. docs/forking.md says how to get them back.
+# Flags and files in the table of docs/forking.md that says how to add removed features again
 GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "verbose", "gold.json",
         "lm_eval.json"}
 
@@ -204,7 +204,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After Slurm's signal the script waits for the save. Without a signal it exits with srun's status."""
+    """After Slurm's signal the script waits for the save. It requeues unless the run is finished (`last`)."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -379,7 +379,7 @@ def test_the_hours_are_the_plans():
 
 
 def test_a_flag_of_another_library_is_answered_with_ours():
-    """The FAQ's table lists flags of other libraries. Each is refused with a line that names our flag."""
+    """The FAQ's table lists flags of other libraries. If torz has no such flag, the error names ours."""
     (table,) = tables(DOCS["docs/faq.md"], "torz")
     for ours, *cells in table[1:]:
         for name in (re.findall(r"`(\w+)`", cell)[-1] for cell in cells if "`" in cell):

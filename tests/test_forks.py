@@ -207,7 +207,7 @@ def test_another_ratio(tiny, tmp_path):
     rho = (logp - old).exp()
     gate = 1 / (1 + (-tau * (rho - 1)).exp())
     assert loss == pytest.approx(float(-(4 / tau * gate * advantages).mean()), rel=1e-5)
-    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8 of the paper
+    want = -4 * gate * (1 - gate) * rho * advantages / len(rho)  # eq. 8 of SAPO
     assert torch.allclose(gradient[mask].double(), want, rtol=1e-4, atol=1e-9)
     assert not gradient[~mask].any()
     clipped = token_gradient[mask] == 0
@@ -297,7 +297,7 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99, and can be exported."""
+    """The run stops after the first step with a mean reward above 0.99. ckpt.py can export that step."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, steps=9, reward=(f"{tmp_path}/late.py:late",))

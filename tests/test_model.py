@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """Counts the FLOP of matrix products. A layer that the backward pass computes again in whole costs one
-    more forward pass. A layer that keeps its products' results (--recompute 0) costs no more FLOP."""
+    """Counts the FLOP of matrix products. A layer that is recomputed in whole costs one more forward pass of
+    this layer, without its last product. A layer that keeps its products (--recompute 0) costs no more."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):

@@ -149,7 +149,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
     assert other == asleep == memory(c)  # any engine but torch's is counted like vLLM
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
-    assert asleep["rollout"]["sleeping engine"] == 0  # in this phase it is a part of --engine_share
+    assert asleep["rollout"]["sleeping engine"] == 0  # it is awake: a part of --engine_share
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
         sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
@@ -177,7 +177,7 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns number of recomputed layers -> peak bytes of an update of the model `name`."""
+    """Returns value of --recompute (None: "none") -> peak bytes of an update of the model `name`."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -275,7 +275,7 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     sends = nodes["policy"]
     assert (sends["forward"], sends["backward"]) == ((2 * n * 7 / 8, 0), (2 * layers * 7 / 8, 0))
     assert sends["reduce"] == (gradients * 7 / 8, 0) and sends["all-reduce"] == (0, 2 * gradients / 8 * 3 / 4)
-    # 256 samples of 8,192 tokens of 8 bytes: 7 of 32 go to ranks of the node, 24 of 32 to other nodes
+    # A rank has 256 samples of 8,192 tokens of 8 bytes. It sends 7/32 within its node, 24/32 to other nodes.
     assert nodes["samples"]["exchange"] == pytest.approx((2**24 * 7 / 32, 2**24 * 24 / 32))
 
 
@@ -283,12 +283,12 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """A node needs 2 × 164 GiB of host memory for state and its checkpoint copy, and 40 GiB for libraries."""
+    """Host memory of a 7B node: 164 GiB of weights and Adam's state, 164 to save them, 40 for libraries."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns what --shard_ranks auto means on two machines of one rank: if 2 ranks saved, and if 4 saved."""
+    """Returns what --shard_ranks auto becomes on two machines of one rank, resumed from 2 and 4 ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -301,8 +301,8 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """At 100 Gb/s, of which NCCL reaches 80 %, nodes sum up the policy's gradients of an update in 4.6 s. The
-    last backward pass of the update hides a part of this time. All other passes hide all their traffic."""
+    """Nodes of 100 Gb/s (NCCL reaches 80 %) sum up an update's gradients in 4.6 s (policy), 4.2 s (critic).
+    The last backward pass of an update hides a part of this. All other passes hide all their traffic."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up

@@ -61,7 +61,7 @@ def alone(tiny):
 
 
 def test_gradients_do_not_depend_on_packs(alone):
-    """Large packs compute a shared prefix once, small packs do not. The gradients are equal."""
+    """A large pack (`one`) computes a shared prompt once. Small packs (`many`) have about one sample each."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -189,7 +189,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts, too: the fused kernel needs them
+    dist.to_device(model, optimizer, "meta")  # and Adam's step counts, for its fused kernel
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 

@@ -37,8 +37,8 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# Every number is typed from the source beside it, or its comment says that it is our own. Nothing is imported
-# from the preset under test.
+# Every number is typed: from the source that a comment names, or our own. None is imported from a preset.
+# Open-Reasoner-Zero's files (orz_….py) are in its folder playground/. 2503.14476 is an arXiv number.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -50,13 +50,13 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     nonstop_penalty=0.0, drop_uniform=False, extractor=("orz",), reward=("math",), system_prompt="",
     mismatch_bounds=(0.0, 2.0),
     adam_eps=1e-8, eval_top_p=1.0)  # the defaults of torch's AdamW and of vLLM
-# The same file with use_grpo. The aggregation and the ratio are those of ORZ's loss function.
+# orz_7b_ppo.py with its option use_grpo. Aggregation and ratio are those of ORZ's loss function.
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
 TABLE = {
     "orz-7b": ORZ,
-    "orz-0.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # playground/orz_0p5b_ppo.py
+    "orz-0.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo.py
     "orz-0.5b-1gpu": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo_1gpu.py
     "orz-1.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.7),  # orz_1p5b_ppo.py
     "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
@@ -274,7 +274,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """The metric reward/NAME is the mean contribution of the grader NAME to the samples it graded."""
+    """reward/ifeval and reward/accuracy (of `math`): the grader's mean weight × score on its own samples."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -313,7 +313,7 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The run compares the content of the reward's file and of what it imports. Paths may change."""
+    """A resumed run compares the reward file, and the files it imports, by content and not by path."""
     cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
@@ -409,7 +409,7 @@ def gathered(samples, n):
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """Scores are subtracted problem by problem. The mean's standard error is that of a bootstrap."""
+    """The mean difference per problem has the standard error std / sqrt(n), as a bootstrap shows to 3 %."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -525,7 +525,7 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
 
 
 def test_the_command_line_has_models_then_data_then_flags():
-    """Arguments before the first data file are models. --template chat turns off the default stop strings."""
+    """The first argument is a model, and so are the next ones if a data file's name follows them."""
     def split(text):
         cfgs = eval_configs(text.split())
         return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0]
@@ -655,7 +655,7 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """If the second model fails to load, only the first model has results."""
+    """Errors before loading leave no files. If the second model fails to load, only the first has results."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

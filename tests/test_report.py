@@ -76,7 +76,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     assert text.count("✓ correct") == text.count("✗ unparsed") == 4 + 3 and "wrong: " not in text
     assert html.count("<mark>3 </mark>") == html.count("<mark>1 </mark>") == 2 and html.count("<mark>") == 6
     assert text.index("Curves") < text.index("Samples of the training") < text.index("Answers to held-out")
-    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # not the plan's lines
+    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # the plan doesn't wrap
     assert all(r["text"] in text for r in read_jsonl(folder / "alarms.jsonl"))
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))
@@ -188,8 +188,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """The panels of one recipe have a line for each metric, those of several recipes one for each recipe. The
-    picture names the runs. All panels are equally high. No legend covers data. Dashes show equal lines."""
+    """Panels of one recipe (runs that differ only in the seed) have a line for each metric, panels of several
+    have a line for each recipe. No legend covers data. Lines of equal values have different dashes."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

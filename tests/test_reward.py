@@ -292,7 +292,7 @@ def test_custom_reward(custom):
     assert {r: grades[r].reason for r in want} == want
     rewards = {k: grades[k].reward for k in ("12345", "return True", "other kind", "big")}
     assert rewards == {"12345": 0.5, "return True": 1.0, "other kind": -1.0, "big": 10_000.0}
-    assert grades["cut"] == Grade(0.0, "truncated", None)  # no answer, so no vote in the metric maj@k
+    assert grades["cut"] == Grade(0.0, "truncated", None)  # no answer, so no vote in the metric maj@n
     assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
@@ -344,7 +344,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """Both libraries have modules that raise an error if an attribute is read, so the Grader reads none."""
+    """The Grader must not read a module's __file__: torch.classes, a lazy module, would raise an error."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"

@@ -151,7 +151,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # A number may be the index of a choice. Only the kind `choice` reads an index, so the row is refused.
+    # 1 and 3.0 could be indices, but math and exact compare texts, and no choice has the text 1 or 3.0.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object is stored as text.
@@ -230,7 +230,7 @@ def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """A missing field is null. An integer beside nulls may be a float, but is read as an integer."""
+    """A field that a row lacks is null. A column of integers and nulls may have 2.0, which is read as 2."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -302,7 +302,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
-    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn is nothing to show
+    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # accepted, as the system turn is empty
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
 
 
@@ -561,7 +561,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """--eval_response_len 99 makes more room in evaluation, so there the prompt is kept."""
+    """Prompts of 19 tokens leave room for a response; those of 20 only with --eval_response_len 99."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

@@ -103,7 +103,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """PPO does not compare a prompt's samples, so a step returns the 12 oldest finished samples."""
+    """GRPO needs all samples of a prompt. PPO does not: a step has the 12 (4 × 3) oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen = run_ranks(2, sampled, folders, settings), []
@@ -124,7 +124,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Returns, for each round of a step, (prompt_id, sample_id) of this rank's trajectories."""
+    """Samples a step. Returns (prompt_id, sample_id) of this rank's requests in each call of `generate`."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
@@ -230,7 +230,7 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
-    """The environment's texts come where turns end, not where rounds end."""
+    """The environment answers when the policy ends its turn, not when --round_len interrupts the turn."""
     (tmp_path / "env.py").write_text(ANSWER)
     settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
     one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]

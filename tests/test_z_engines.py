@@ -39,7 +39,7 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns each rank's vLLM samples with --tp 2. Forks, so this process may have no process group yet."""
+    """Returns each rank's vLLM samples with --tp 2. Forks the ranks, so it runs before `engines`."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -105,7 +105,7 @@ def check_logprobs(samples, policy, temperature):
 
 
 def naive_nucleus(logits, top_p) -> dict:
-    """Returns token -> log-prob, for the fewest tokens whose probabilities sum to `top_p` or more."""
+    """Returns token -> log-prob in the nucleus, the fewest tokens with `top_p` in sum (1: all tokens)."""
     probs, kept = logits.double().softmax(-1).tolist(), {}
     for token in sorted(range(len(probs)), key=lambda i: -probs[i]):
         if sum(kept.values()) < top_p or top_p == 1:
@@ -199,7 +199,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
-    """vLLM on a CPU reads 4,096 tokens in a step by default, and fails if a prompt is read in two parts."""
+    """vLLM on a CPU reads up to 4,096 tokens in a step, and only whole prompts. So some prompts must wait."""
     length = CFG.model_len - 8
     prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
     assert CFG.max_num_seqs * length > 5000
@@ -285,7 +285,7 @@ def vllm(engines):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """Runs the self-check with the prompts of train.py. Returns its error message and its largest gap."""
+    """Returns the error message of guard/selfcheck.py on TEXTS, and its largest gap of log-probs in nats."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
@@ -359,8 +359,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """The prefix cache has keys and values of earlier prompts, which are wrong for new weights. vLLM resets
-    the cache when it falls asleep and when the engine asks, by one function, which the test replaces."""
+    """The prefix cache has keys and values of the old weights. vLLM's sleep and torz both reset it with the
+    scheduler's reset_prefix_cache. If that only claims to do it, log-probs are wrong. False is an error."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -427,7 +427,7 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
 def test_memory_that_stays_is_measured(engine, policy):
     def sleep_with(gib):
-        """Allocates `gib` GiB while the engine is awake. Returns the tensor and the residual memory."""
+        """Allocates `gib` GiB while the engine is awake. Returns it, and the GiB that no sleep has freed."""
         with engine.awake(dist.full_weights(policy), version=3):
             memory = torch.ones(int(gib * 2**28))  # 4 bytes each
         return memory, engine.ledger.metrics()["mem/residual_gb"]
