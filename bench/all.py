@@ -68,14 +68,14 @@ def device() -> str:
 
 
 LEGEND = """\
-`bench` is the program in `bench/` that measured, `case` is what it measured, with settings. `results` has the
-numbers, and settings that are whole numbers. If `case` begins with the name of one number, such as `step_s`,
-`results` has it as `value`. `_s` means seconds; `_gib` and `memory_gb…` GiB; other `gb` 10⁹ bytes.
-- rollout: `residual`: what the sleeping engine holds (`residual_first`: in the first round); `bare_vllm`:
-  tokens/s of vLLM's own `generate`. step: `least`: lowest of all steps; after `step_s`, seconds of phases;
-  `not_sampling_nor_passes`: share of a step that neither samples nor runs a model.
-- saving: a block is five steps, with or without a save; `difference_share`: by how much a save makes it
-  slower, as a mean without the extreme tenths of the pairs; `…_mean` and `…_median`: over all pairs.
+`bench` is the program in `bench/` that measured; `case` is what it measured, with settings. `results` has the
+numbers, and more settings, such as `responses`. If `case` begins with the name of one number, such as
+`step_s`, `results` has it as `value`. Units: `_s` seconds; `_gib`, `memory_gb` GiB; other `gb` 10⁹ bytes.
+- rollout: `residual` is what the sleeping engine holds; `residual_first` is the same in the first round.
+- step: the names after the `value` of `step_s` are phases; `least` is the smallest value of all steps;
+  `not_sampling_nor_passes` is the share of a step that neither samples nor runs a model.
+- saving: a block is five steps, with or without a save; `difference_share` is by how much a save makes it
+  slower, as a mean without the extreme tenths of the pairs; `…_mean` and `…_median` are over all pairs.
 
 """
 
