@@ -570,7 +570,8 @@ FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
     "samples_per_prompt": "num_generations n",
-    "policy_updates": "ppo_mini_batch_size gradient_accumulation_steps num_mini_batches",
+    "policy_updates": "ppo_mini_batch_size gradient_accumulation_steps num_mini_batches "
+                      "steps_per_generation",
     "passes_per_step": "ppo_epochs max_epochs num_epochs num_iterations",
     "epochs": "num_episodes total_epochs num_train_epochs",
     "pack_len": "micro_train_batch_size micro_rollout_batch_size per_device_train_batch_size",
@@ -582,7 +583,7 @@ FOREIGN = {
     "grad_clip": "max_norm max_grad_norm",
     "engine_share": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "tp": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "model": "pretrain",
+    "model": "pretrain path",
     "data": "prompt_data train_files dataset_name dataset_mixer_list",
     "eval_every": "eval_interval eval_steps test_freq local_eval_every",
     "save_every": "save_steps",
@@ -789,6 +790,14 @@ def replace_text(path: Path, text: str) -> None:
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def read_json(file: Path) -> Any:
+    """Returns the content of a model's JSON file. Raises UserError if the file is not JSON."""
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as e:
+        raise UserError(f"can't read {file} ({e}); needed: the whole file") from None
 
 
 def read_jsonl(path: Path) -> list[Any]:

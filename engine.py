@@ -20,7 +20,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-import json
 import operator
 import os
 import resource
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 
 import dist
-from configs import Config
+from configs import Config, read_json
 from data import Sample
 from dist import Device, Weights
 from model import Policy, load_config
@@ -241,7 +240,7 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     file = Path(path) / "generation_config.json"
     if file.is_file():
-        found.append(json.loads(file.read_text()).get("eos_token_id"))
+        found.append(read_json(file).get("eos_token_id"))
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     return {int(i) for ids in lists for i in ids if i is not None}
 

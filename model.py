@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, require, short_hash
+from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, read_json, require, short_hash
 from data import Pack
 from dist import Device, Weights
 
@@ -536,7 +536,7 @@ def load_config(path: str) -> PreTrainedConfig:
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
             "weights saved by save_pretrained")
-    family = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    family = read_json(folder / "config.json").get("model_type", "")
     require(family in FAMILIES, f"{path} has model_type {family!r}, which torz does not support "
             "(docs/models.md)", f"one of {', '.join(FAMILIES)}")
     config = AutoConfig.from_pretrained(path, local_files_only=True)

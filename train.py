@@ -163,8 +163,9 @@ class Run:
     lock: FolderLock
 
 
-def main(cfg: Config) -> None:
-    """Train with the config `cfg`. Raises UserError, the same on every rank."""
+def main(cfg: Config) -> bool:
+    """Train with the config `cfg`. Returns False if a signal has stopped the run before its last step. Raises
+    UserError, the same on every rank."""
     run = prepare(cfg)
     try:
         with run.log, handle_signals(cfg.grace):
@@ -183,6 +184,7 @@ def main(cfg: Config) -> None:
                 show(f"!! can't write the report to {folder} ({e.strerror})")
             if done:
                 show(report.story(folder))
+        return done
     finally:
         run.lock.release()
         gc.unfreeze()  # undo the gc.freeze of `load`: in a notebook the run must be freed
@@ -853,7 +855,9 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
 if __name__ == "__main__":
     try:
         with user_errors("train.py"):
-            main(CONFIG)
+            # A stopped run ends with status 130. Under torchrun it is 0: torchrun would restart the run.
+            if not main(CONFIG) and "TORCHELASTIC_RUN_ID" not in os.environ:
+                raise KeyboardInterrupt
     except Exception:
         why = printable(traceback.format_exc())
         where = f"rank {os.environ['RANK']} on {os.uname().nodename}"

@@ -84,6 +84,7 @@ ON_RANKS = {
     "a family": ("--model mamba", "mamba"),
     "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
     "a folder without a model": ("--model nothing", "config.json"),
+    "a download that ended early": ("--model half", "can't read half/config.json ("),
     "no data": ("--data", "data"),
     "an empty data file": ("--data empty.jsonl", "empty.jsonl"),
     "rows without answers": ("--data unanswered.jsonl",
@@ -128,11 +129,12 @@ def folder(tiny, base, tmp_path_factory):
              "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}
     for name, text in files.items():
         (path / name).write_text(text)
-    left_out = {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "none", "nothing": "*"}
-    for name, pattern in left_out.items():
+    without = {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "", "half": "", "nothing": "*"}
+    for name, pattern in without.items():
         shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(pattern))
     config = json.loads((path / "mamba" / "config.json").read_text())
     (path / "mamba" / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    (path / "half" / "config.json").write_text(json.dumps(config)[:99])
     for name in ("ran/ckpt", "dir.json"):
         (path / name).mkdir(parents=True)
     (path / "full").mkdir()
@@ -210,17 +212,21 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_pat
     assert re.fullmatch("train.py: 2 ranks can't be divided .*--tp 3; needed: .* or --tp 1\n", line), line
 
 
-@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("problems from", "2")])
-def test_ctrl_c_before_the_training_ends_without_a_traceback(wait, ranks, base, tiny, tmp_path):
-    """Ctrl-C comes during the import of torch, or while the run is prepared."""
+@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("problems from", "2"),
+                                        ("gap", "1"), ("gap", "2")])
+def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
+    """Ctrl-C comes during the import of torch, while the run is prepared, or while it trains. Only the last
+    saves something."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
-               "--ranks", ranks, "--device", "cpu", "--out", f"{tmp_path}/new/run"]
+               "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while wait not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in said and not [*tmp_path.glob("new/run/*")], said
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert bool([*tmp_path.glob("new/run/ckpt/step_*/COMPLETE")]) == (wait == "gap")
+    assert wait == "gap" or not [*tmp_path.glob("new/run/*")]
 
 
 def test_the_last_line_names_the_rank_that_was_killed(base, tiny, tmp_path):

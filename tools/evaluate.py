@@ -35,6 +35,7 @@ from configs import (
     given_flags,
     meanings,
     parse,
+    read_json,
     require,
     show,
     user_errors,
@@ -232,7 +233,7 @@ def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
     models were trained with different settings."""
     found: dict[str, Any] = {}
     for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
-        facts = json.loads(file.read_text())
+        facts = read_json(file)
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in given}
         other = differences(found, ours)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import configs
-from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, require
+from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, read_json, require
 from grading.rows import read_rows
 
 STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
@@ -141,7 +141,7 @@ def read_shape(path: str) -> Shape:
     if known and not file.is_file():
         return known[0]
     require(file.is_file(), f"no {file}", "--model with a Hugging Face model folder")
-    return shape_of(json.loads(file.read_bytes()), path)
+    return shape_of(read_json(file), path)
 
 
 def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:
@@ -638,7 +638,7 @@ def remedy(case: Case) -> str:
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
     single = [*free.items(), *(("engine_share", share) for share in shares)]
     single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
-    single += [("max_num_seqs", n) for n in (256, 128, 64, 32, 16, 8)]
+    single += [("max_num_seqs", n) for n in (256, 128, 64)]
     changes = [base | one for base in ({}, free) for one in ({}, *({flag: value} for flag, value in single))]
     for ranks in (case.world << doublings for doublings in range(11)):
         local = min(ranks, node)

@@ -32,7 +32,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from configs import require, user_errors
+from configs import read_json, require, user_errors
 
 VERSION = 3  # raise this number when a change of this file changes the model
 # GUESSES: share of guesses in the last third of the pretraining texts. OFF: largest error of a guess.
@@ -136,7 +136,7 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     """
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
-    if file.is_file() and config.items() <= json.loads(file.read_text()).items():
+    if file.is_file() and config.items() <= read_json(file).items():
         return str(path)
     require(not path.exists(), f"{path} exists and is not the base model of {config}",
             "another folder, or this one removed")
