@@ -108,12 +108,8 @@ def weighted_parts(cfg: Config) -> dict[str, float]:
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and of the reward parts (extra rewards) that have a metric
-    `reward/NAME`. Usually the first grader has none, because its mean is the metric `reward`. But if some
-    graders grade only one data set, `reward` mixes several graders, so each one has a metric."""
-    graders = [t for t in terms_of(cfg) if t.kind or t.custom]
-    own = any(t.dataset for t in graders)
-    return [*(t.name for t in graders[0 if own else 1:]), *weighted_parts(cfg)]
+    """Returns the names of the graders and reward parts. Each has a metric `reward/NAME`."""
+    return [*(t.name for t in terms_of(cfg) if t.kind or t.custom), *weighted_parts(cfg)]
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:

@@ -289,8 +289,9 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|(>|\\ge ?)(\w+)$", r"\1\2\3;-\3\2 \1"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|negative|minus|half|twice|double)\b)(?:[a-z]+ ){0,9}'
-     r'(?:(?:[a-z]+" (?:of )?[a-z] ?")?(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
+    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|negative|minus|half|twice|double)\b)'
+     r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
+     r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
 ]]
 
@@ -672,6 +673,7 @@ def _number(text):
 #                                    \frac{\sqrt3}{2}. Of roots, no more than the gold answer has:
 #                                    \sqrt{50}+\sqrt{18} does not equal 8\sqrt2
 #
+# A pattern that ends with .* counts a text with several such operations as one.
 # If the gold answer has a variable, the answer may always have roots, factorials and binomials of variables:
 # \binom{n}{2} equals n(n-1)/2. Those of numbers count as calculations: 5!x does not equal 120x.
 OPERATIONS = [re.compile(pattern) for pattern in (

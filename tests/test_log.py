@@ -428,8 +428,7 @@ ONLY = {
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
-    "eval/<set>/maj@<k>": dict(eval_samples=(4,)), "reward/<part>": dict(overlong_buffer=8),
-    "reward/<part>/failed": dict(overlong_buffer=8)}
+    "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
 # No run of this test has these: the first needs a GPU, the second vLLM, the third a sample with reward 1.
 ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 

@@ -96,7 +96,7 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     assert row["reward/broken"] == 0 and row["reward/broken/failed"] == 1 - row["truncated"]
     assert row["reward/nonstop"] == -3 * row["truncated"] and row["reward/repetition"] <= 0
     parts = [value for name, value in row.items() if name.startswith("reward/") and name.count("/") == 1]
-    assert row["score"] == pytest.approx(2 * row["reward"] + sum(parts))
+    assert row["score"] == pytest.approx(sum(parts)) and row["reward/digits"] == 2 * row["reward"]
     assert row["returns"] != pytest.approx(row["reward"])
     assert "no_such_attribute" in (tmp_path / "r" / "alarms.jsonl").read_text()
 
