@@ -13,7 +13,7 @@ Equality is decided in three steps:
    as in `5 "meters"`, so that their letters are not taken for variables.
 2. `read` gives each text a type: number, quantity with a unit, list or set, tuple, interval, text, equation
    or expression (everything else). Two texts of one type are compared part by part. An answer of another
-   type than the gold answer is wrong, with the exceptions below.
+   type than the gold answer is wrong, unless a point below says that the two are equal.
 3. Two expressions, or parts that are expressions, are compared by math-verify.
 
 What counts as equal:
@@ -36,15 +36,15 @@ What counts as equal:
   28, and `10^\circ C` does not equal 10.
 - The letter of a choice before a number counts as a unit of the number: `(B) 15` and `15` are equal.
 - The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
-  An inequality in one variable is an interval, and `(1,2)` may be one, too: `1<x<2` equals `(1,2)`.
+  An inequality in one variable is an interval. `(1,2)` is one if the other text is: `1<x<2` equals `(1,2)`.
   `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
 - A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
 - `x=5` equals `5`, and does not equal `y=5` or the equation `x-5=0`. The answer `m+n=5` equals the gold
   answer `5`, because a problem may ask for m+n. The roots `x_1=2, x_2=3` equal `2, 3` and `(2,3)`. `x=2, y=3`
   equals `(2,3)`.
-- `3+4=7` equals 7, but `6=7` and `x=6=7` do not. `\frac56\approx0.83` equals `\frac56`, because the rounding
-  differs by less than one percent.
+- `3+4=7` equals 7, but `6=7` and `x=6=7` do not. An answer may add its own rounding after `\approx`, which
+  may differ by one percent: `\frac56\approx0.83` equals `\frac56`.
 """
 
 import re
@@ -354,17 +354,17 @@ class Reading(NamedTuple):
         quantity    (Reading of the number, words of the unit, whether the words are surely a unit). If they
                     are not, the quantity does not equal a gold answer without a unit
         list        Readings of the elements of a list or set
-        tuple       (text, Readings of the elements). The text has the two brackets: "()". For x=1, y=2 it is
-                    "=", for a ratio ":", for 3 \pmod 7 "mod 7", and for a matrix it says the shape
-        intervals   (variable or None, edges). An interval is two edges. An edge is (bracket, [Reading of the
-                    number]): 1<x\le2 has the edges (1 and 2]
-        named       (name before `=`, Reading of the text after it)
-        chain       (Reading of the value, texts before it, roundings after it): 3+4=7 has the value 7, and
-                    \frac56\approx0.83 has the value \frac56
-        text        a text: several words in lower case, without articles and plural s; or one letter; or
-                    "101 base 2" for 101_2, a number with its base
+        tuple       (form, Readings of the elements). Form of (1,2): "()"; of x=1, y=2: "="; of 1:2:3: ":";
+                    of 3 \pmod 7: "mod 7"; of a matrix of 2 x 2 cells: "matrix [2, 2]"
+        intervals   (variable or None, edges). An interval has two edges, (bracket, [Reading of the number]).
+                    1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
+        named       (name, Reading of the value): x=5 is ("x", Reading of 5)
+        chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
+                    ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
+        text        words in lower case, without articles and plural s; or one letter; or "101 base 2" for
+                    101_2, a number with its base
 
-    The other kinds have no parts (None): equation, which may be an inequality, and expression."""
+    The kinds equation (also an inequality that is no interval) and expression have no parts (None)."""
     kind: str
     text: str
     parts: object = None
@@ -384,8 +384,8 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
-# If only the answer has a unit, one of its words must be the name of a unit, or look like a noun: as a plural
-# after a number larger than 1 (MANY), else as a singular (ONE). `5 nearly` and `1 halved` do not.
+# A unit that only the answer has is ignored if one of its words is the name of a unit, or looks like a noun:
+# MANY (plurals) after a number larger than 1, else ONE. Otherwise the answer is wrong: `5 nearly`.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -404,7 +404,7 @@ ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|[A-
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
-INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # of a_{1}, P(A) or S_{ABC}
+INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
@@ -465,7 +465,7 @@ def _read_list(text, depth):
         return _read_bounds(text, elements)
     if kinds == {"named"}:
         names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
-        if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2", x_1=1, x_2=2
+        if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2"; "x_1=1, x_2=2"
             elements = [e for value in values for e in _several(value)]
             return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
@@ -481,7 +481,7 @@ def _several(reading):
 
 def _read_bounds(text, elements):
     r"""Returns one Reading for several inequalities, such as x<1 or x>2; None if they have different
-    variables. In x<5, x\ne3 the element x\ne3 adds the edges 3) and (3, so that 3 is not in the intervals."""
+    variables. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one interval at 3 and begins another."""
     cut = [r"\ne" in e.text for e in elements]
     edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
@@ -548,9 +548,9 @@ def _read_inequality(text, depth):
 
 
 def _edges(reading):
-    """Returns the edges of the intervals that a Reading means: a list of (bracket, [Reading of the number]),
-    empty if the Reading means no intervals. A pair in brackets, such as (1,2), counts as an interval. The
-    number 5 counts as [5,5]."""
+    """Returns the edges (see Reading) of the intervals that a Reading stands for; [] if it stands for none.
+    (1,2) stands for an interval, and (2,1) for none. A number or expression x stands for [x,x], and a list
+    for the intervals of its elements."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):
         return parts[1] if kind == "intervals" else _edges(parts[1])
@@ -591,8 +591,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of a text that has words (for example a unit), or that is only one letter (but not
-    e or i), or only capitals such as AB. None for any other text."""
+    """Returns the Reading of a text that has words in quotes (`normalise` adds the quotes), such as 5 "m"; of
+    one letter, but not e or i; or of capitals such as AB. None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -612,7 +612,8 @@ def _read_text(text, depth):
 
 
 def _unit(text):
-    """Returns the words of a unit in a common spelling: ("m", "2") for `"square meters"` and `"m"^{2}`."""
+    """Returns the words of a unit in a common spelling. `text` has quotes around words: `"square meters"`
+    and `"m"^{2}` both give ("m", "2")."""
     text = text.lower().replace("per ", "/").replace("mph", "mi/h")
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
     text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
@@ -655,18 +656,21 @@ def _number(text):
 # --- equality
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
-# repeating the problem. In these rules, a plain value is a text that `_number` reads as a Number. If the gold
-# answer is a plain value, any other expression is wrong. What an answer may contain:
+# repeating the problem. In these rules, a plain value is a text that `_number` reads as a Number, and "a does
+# not equal b" means that the answer a is wrong for the gold answer b. If the gold answer is a plain value, an
+# expression that is no plain value is wrong. What an answer may contain:
 #
 #     sign, decimal point, percent   always: they are part of a plain value
 #     power of ten                   always: 3\cdot10^4 and 10^6 are plain values
 #     fraction of two integers       always, also if it can be reduced: 6/8. But 84/2 is an expression,
 #                                    because it is a quotient that was not worked out
 #     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
-#     a calculation with numbers     if the gold answer has one, too: 37\cdot45\pi does not equal 1665\pi, and
-#     (see `_calculations`)          2\pi+3\pi does not equal 5\pi. 2+3i is a number, not a calculation. A
-#                                    power of a number may stand where the gold answer has any power: the
-#                                    answer x^2+y^2=5^2 equals x^2+y^2=25
+#     a calculation with numbers     if the gold answer has one of its kind, too (sum, product or power):
+#     (see `_calculations`)          37\cdot45\pi does not equal 1665\pi, 2\pi+3\pi does not equal 5\pi.
+#                                    2+3i is a number, not a calculation
+#     product of numbers             also if the gold answer has a power of a number: 4\cdot2^n equals 2^{n+2}
+#     power of a number              also if the gold answer is an equation with a power: x^2+y^2=5^2 equals
+#                                    x^2+y^2=25
 #     other + - * / and powers       if the gold answer is no plain value: 2x+6 equals 2(x+3)
 #     an operation of OPERATIONS     if the gold answer has an operation of the same line of OPERATIONS:
 #                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
@@ -691,7 +695,7 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# A, A., (A), option A or (A) 15 (normalised: 15 "choices A"), but not A)
+# matches A, A., (A), option A and (A) 15 (normalised: 15 "choices A") as a whole, but not A)
 LETTER = re.compile(r"(?:[\d\\$-].* CHOICES |CHOICE |OPTION )?(\()?([A-Z])(?(1)\))\.?")
 
 
@@ -797,9 +801,9 @@ def _same_named(answer, gold, prove):
 
 
 def _same_chain(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Only the value of a gold
-    answer counts. If the answer is a chain, its value must equal the gold answer, and all its other parts
-    must equal its value; a part after \\approx may differ by one percent."""
+    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Of a gold chain, only the
+    value (7) is used. The value of an answer chain must equal the gold answer, and its other parts (3+4) must
+    equal its value; a part after \\approx may differ by one percent."""
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
@@ -818,11 +822,12 @@ def _any(verdicts):
 
 
 def _same_quantity(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. If only one
-    Reading has a unit, only the numbers are compared."""
+    """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. A unit that only
+    the gold answer has is ignored. A unit that only the answer has is ignored if its words are surely a unit
+    (`free`), else the answer is wrong."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
-    if a.kind == "text" and needed:  # B equals (B) 15
+    if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
         return needed == ("choice", a.parts.lower())
     if unit and (unit != needed if needed else not free):
         return False
@@ -897,12 +902,13 @@ def _parse(text):
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     """Returns whether two normalised expressions are equal, as math-verify decides; False if they are too
-    large to compute, or if `answer` has a kind of calculation that `gold` lacks. Raises ValueError if `gold`
+    large to compute, or if `answer` has a calculation or a variable (`_calculations`) that `gold` lacks. The
+    calculations in `allowed` are accepted (see the comment above OPERATIONS). Raises ValueError if `gold`
     can't be parsed. math-verify may raise further errors.
 
     tolerance: largest relative difference of two numbers if a text has a decimal and `gold` is no integer;
-    default 1e-6. `_same_chain` sets it, to compare the steps of a chain such as 3+4=7. Then calculations
-    are allowed in `answer`."""
+    default 1e-6. `_same_chain` sets it, to compare the steps of a chain such as 3+4=7. With a tolerance,
+    `answer` may have any calculation."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -923,11 +929,12 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 
 @lru_cache(4096)
 def _calculations(text):
-    """Returns the kinds of calculations with numbers in a text ("sum", "product", "power"), and its
-    variables. `math_equal` compares the variables, too, because math-verify's parser reads X as x."""
+    """Returns one set with two things: the kinds of calculations with numbers that the text leaves undone
+    ("sum", "product", "power"), and the text's variables. `math_equal` needs the variables because
+    math-verify's parser reads X as x."""
     from sympy import Add, Expr, I, Mul, flatten
 
-    # The parser reads \frac{84}{2} as 42.
+    # \frac{84}{2} is found in the text, because the parser already makes 42 of it.
     found = _variables(text) | {
         "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
