@@ -121,7 +121,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A Logger that starts at step 2 moves the rows from step 2 on to *.old.jsonl."""
+    """A Logger that starts at step 2 moves the rows of step 2 and later into *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 

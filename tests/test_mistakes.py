@@ -119,7 +119,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def folder(tiny, base, tmp_path_factory):
-    """Returns a folder with the files and models that AT_ONCE and ON_RANKS name."""
+    """Returns a folder with the files and models that the commands in AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
     files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
@@ -183,7 +183,7 @@ RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """Texts of problems, responses and file names are escaped before they reach the terminal."""
+    """The run is refused because its first responses are wrong. No output has a raw control character."""
     data = tmp_path / f"{HOSTILE}.jsonl"
     rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
