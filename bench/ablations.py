@@ -236,8 +236,7 @@ def matrix() -> dict[str, Variant]:
         found |= {f"stale-{k}{ending}": gap(k, 0.0, *correction) for k in (1, 2, 4, 8)}
     for x in (0.01, 0.05, 0.2):
         found[f"wrong-grades-{x}"] = Variant("grpo", {}, wrong_grades, dict(share=x))
-    return found | {"mask-truncated": Variant("grpo", dict(mask_truncated=True)),
-                    "format": Variant("grpo", dict(reward=("exact", "format=0.2")))}
+    return found | {"mask-truncated": Variant("grpo", dict(mask_truncated=True))}
 
 
 # --- runs
@@ -507,8 +506,7 @@ NAMES = (
     "- Endings of `stale` and `noise` are values of `--mismatch`: `-tis-2` token-truncate (TIS) up to 2, "
     "`-sequence` sequence-truncate, `-mask` token-mask (IcePop), `-sequence-mask` sequence-mask (MIS).",
     "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
-    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.",
-    "- `format`: refused before its first step, because its reward looks for a tag that ends the prompt.", "")
+    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.", "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
