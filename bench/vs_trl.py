@@ -64,13 +64,13 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """Pauses a side while the other sides train."""
+    """Pauses this process while another one trains, so that torz and TRL take turns."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
-        """Reports a step. After TURN steps, waits until the main program starts the side's next turn."""
+        """Reports a step. After TURN steps, waits until the main program starts this process's next turn."""
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             row = {"seconds": time.monotonic() - self.start, "reward": reward}

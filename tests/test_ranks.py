@@ -76,7 +76,8 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """With --shard_ranks 2, each pair of ranks holds a whole model. Pairs add gradients once an update."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    in_each_pack = (True, lambda model, packs: packs)  # replaces dist.accumulate: pairs add after each pack
+    # reshard, and a function in the place of dist.accumulate: the pairs add their gradients after each pack
+    in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
     cases += [(i, whole[i]) for i in (1, 3)]

@@ -168,7 +168,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At each step the band goes from the least to the largest value. The line is the mean."""
+    """At each step the band goes from the least to the largest value. The line is the mean, with
+    a gap where a run has no value."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan

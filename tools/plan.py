@@ -254,7 +254,7 @@ def keep(case: Case, name: str) -> Kept:
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
     node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
-    needed = {}  # Kept that fits into the device's memory -> planned seconds of the updates
+    needed = {}  # each choice found -> planned seconds of the updates; 0 if the speeds are unknown
     for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
@@ -482,15 +482,16 @@ class Sent(NamedTuple):
 
 
 def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
-    """Returns what a rank sends in a collective over `ranks` ranks on `nodes` nodes.
+    """Returns the bytes that a rank sends inside its node and to other nodes, in a collective over `ranks`
+    ranks on `nodes` nodes. They are averages over the ranks.
 
     size: bytes of the whole tensor
     times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each
 
     In NCCL's ring a rank sends (ranks - 1) / ranks of the tensor to the next rank (nccl-tests,
-    doc/PERFORMANCE.md, "bus bandwidth"). For only one rank of a node, the next rank is on another node. NCCL
-    makes one ring for each network card, and each ring leaves the node by another card. So the ranks of a
-    node together send as many bytes to other nodes as one rank sends in all."""
+    doc/PERFORMANCE.md, "bus bandwidth"). In a ring, only one rank of each node has its next rank on another
+    node. NCCL makes one ring for each network card, and divides the tensor among the rings. So all ranks of a
+    node together send as many bytes to other nodes as one rank sends in total."""
     total = times * size * (ranks - 1) / ranks
     outside = nodes / ranks if nodes > 1 else 0
     return Sent(total * (1 - outside), total * outside)
