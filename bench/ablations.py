@@ -506,7 +506,8 @@ NAMES = (
     "- Endings of `stale` and `noise` are values of `--mismatch`: `-tis-2` token-truncate (TIS) up to 2, "
     "`-sequence` sequence-truncate, `-mask` token-mask (IcePop), `-sequence-mask` sequence-mask (MIS).",
     "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
-    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.", "")
+    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.",
+    "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
