@@ -288,6 +288,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
     (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|(>|\\ge ?)(\w+)$", r"\1\2\3;-\3\2 \1"),
+    (r"^\|(\w)\|(<|\\le ?)(\w+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|negative|minus|half|twice|double)\b)'
      r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
@@ -944,7 +945,7 @@ def _calculations(text):
         numbers = [f for f in terms[0] if f not in (1, -1) and not (f.is_Pow and f.base == 10)
                    and (f.is_rational or f.is_number and f.has(I) and f != I)]
         found |= {"power" if f.is_Pow else "product" for f in numbers
-                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and not f.has(I))}
+                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and f.base.is_integer)}
         fraction = any(f.is_rational and not f.is_integer for f in numbers)
         if len(numbers) > 1 and (Mul(*numbers).is_integer or len(numbers) > 1 + fraction):
             found.add("product")

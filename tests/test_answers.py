@@ -127,7 +127,12 @@ a=1, b=2 ~~ (b,a)=(1,2)
 \frac{1}{3} ~~ 0.0\overline{3}
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i ~~ 6+5i ~ 6-5 ~ (6,-5)
-81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81
+81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81 ~ The value of $x$ is 81 ~~ half: 81 ~ negative: 81
+8\sqrt2 ~ \sqrt{128} ~ \frac{16}{\sqrt2} ~~ \sqrt{50}+\sqrt{18} ~ \sqrt{16}\sqrt{8} ~ (\sqrt2+1)(\sqrt{2}+6)-8
+\sqrt{\frac23} ~ \frac{\sqrt2}{\sqrt3} ~ \frac{\sqrt6}{3} ~~ \sqrt{\frac43}-\sqrt{\frac{2}{3}}
+-2<x<2 ~ |x|<2 ~~ |x|\le2 ~ |x|>2 ~ |x|<3
+5x ~~ x/0.2 ~ \frac{x}{0.2}
+8x^2 ~~ 2^3x^2 ~ 2^{3}x^{2}
 28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2 ~~ 28 dozen pizzas ~ 28 or more pizzas ~ 12abc
 \frac{1000001}{7} ~ 142857.285714 ~ 142857.3
 5\text{ cm}^2 ~ 5 square centimeters ~ 5 ~ 5\text{ sq cm}

@@ -120,9 +120,11 @@ def test_the_last_box_of_the_last_answer_is_extracted(text, answer):
 
 
 def test_a_choice_is_one_letter():
-    for answer in ("D", "d", "(D)", "D.", r"\text{D}", r"\textbf{(D)}", " D "):
+    for answer in ("D", "d", "(D)", "D.", r"\text{D}", r"\textbf{(D)}", " D ",
+                   "Option D", "choice D", "D. 15", "D) 15", "(D) 15"):
         assert grade(answer, "D", "choice") is True, answer
-    for answer in ("C", "D)", "D or C", "DD", "ABCD", "4", r"\text{D} \text{C}", "The D", ""):
+    for answer in ("C", "D)", "D or C", "DD", "ABCD", "4", r"\text{D} \text{C}", "The D", "",
+                   "wrong choice D", "A choice D", "C. 15"):
         assert grade(answer, "D", "choice") is False, answer
     assert grade("D", "(D)", "choice") and not grade("", "", "choice")
 
