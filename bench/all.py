@@ -68,14 +68,13 @@ def device() -> str:
 
 
 LEGEND = """\
-`bench` is the program in `bench/` that measured; `case` is what it measured, with settings. `results` has the
-numbers, and more settings, such as `responses`. If `case` begins with the name of one number, such as
-`step_s`, `results` has it as `value`. Units: `_s` seconds; `_gib`, `memory_gb` GiB; other `gb` 10⁹ bytes.
-- rollout: `residual` is what the sleeping engine holds; `residual_first` is the same in the first round.
-- step: the names after the `value` of `step_s` are phases; `least` is the smallest value of all steps;
-  `not_sampling_nor_passes` is the share of a step that neither samples nor runs a model.
-- saving: a block is five steps, with or without a save; `difference_share` is by how much a save makes it
-  slower, as a mean without the extreme tenths of the pairs; `…_mean` and `…_median` are over all pairs.
+`bench` is a program in `bench/`; `case` is what it measured. If `case` begins with the name of a number, such
+as `step_s`, then `value` is this number. Units: `_s` seconds; `_gib`, `memory_gb` GiB; other `gb` 10⁹ bytes.
+- rollout: `residual` is the memory that the sleeping engine holds; `residual_first`: after the first round.
+- step: the names after `value` in `step_s` are phases. `least` is the minimum over the steps.
+  `not_sampling_nor_passes` is the share of a step's time that neither samples nor runs a model.
+- saving: a block is five steps. `difference_…` is the extra time of a block with a save, divided by the time
+  of a block without. `difference_share` is a mean that leaves out the highest and the lowest tenth.
 
 """
 

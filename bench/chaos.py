@@ -117,7 +117,7 @@ class Nodes:
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
-        self.expected = ""  # regular expression of the refusal that the run must print
+        self.expected = ""  # regex of the error with which a command must refuse to run; "": none expected
         self.had = 0  # number of steps that were saved before the fault
         self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
@@ -577,8 +577,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, i, seconds) for each run: the fault strikes the i-th visit of the phase, which
-    lasts `seconds`. Faults repeat only after all have come; so do phases, among those it can strike."""
+    """Yields (fault, phase, i, seconds) for each run: the fault comes in the i-th visit of the phase; that
+    visit lasts `seconds`. Faults and phases that have not come yet are chosen first."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -589,9 +589,9 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Returns the result line of a run that is struck as `chosen` (from `choose`). If the strike came too
-    late, repeats the run with an earlier strike. If there was no checkpoint to damage, repeats the run with a
-    later strike."""
+    """Runs a training in which a fault comes as `chosen` (from `choose`) says. Returns the result line. If
+    the run ended before the fault, tries again one visit earlier. If the fault found no checkpoint to damage,
+    tries again one visit later."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

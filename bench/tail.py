@@ -95,8 +95,8 @@ class Simulation:
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
         self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
-        # A key, (number of the prompt, number of the sample), names a response. A segment is a part of a
-        # response that one step sampled: (the step, whose weights were used, and the number of tokens).
+        # A response's key is (prompt number, sample number). Its segments, [(step, tokens), …], tell how
+        # many of its tokens each step sampled.
         self.going = {}  # unfinished: key -> [tokens left, tokens so far, segments]
         self.ended = {}  # finished, and not used by a step yet: key -> segments
         self.next = 0

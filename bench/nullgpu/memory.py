@@ -42,12 +42,11 @@ PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["po
 ABOVE = 1.08  # a plan may be at most this factor above the driver's peak
 
 LEGEND = """\
-GiB are peaks of the memory of one rank. Planned: by tools/plan.py, without the engine and NCCL. The other
-three were measured on a stub CUDA driver, which counts memory and computes nothing: what torch's tensors
-take, what torch's allocator reserves for them, and all that the process takes from the driver, also CUDA's
-context. "layers recomputed" is the number of layers that the backward pass computes again as a whole. Of the
-other layers it recomputes only cheap operations, or nothing (`none`). The last column counts FLOP of matrix
-products, also of recomputed ones. Looking up an embedding needs none, so the number can be below 6.
+GiB are the peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and measured on a
+stub CUDA driver, which counts memory and computes nothing. "GiB from the driver" includes CUDA's context.
+"layers recomputed": layers that the backward pass recomputes as a whole. Of the other layers it recomputes
+only cheap operations. With `none` it recomputes nothing. FLOP are of matrix products, also of recomputed ones.
+If no layer is recomputed, they can be below the usual 6, because an embedding lookup is no matrix product.
 
 """
 

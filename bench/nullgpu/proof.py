@@ -17,9 +17,9 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # stand_ins() would set it; on a GPU only train.py does
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # torch's defaults; if unset, stand_ins() sets train.py's
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-if words[0] != "-u":  # for -c and torchrun, which starts `PYTHON_EXEC -u train.py …` on each rank
+if words[0] != "-u":  # -c or torchrun. PYTHON_EXEC makes torchrun start each rank as `proof.py -u train.py …`
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())
 
@@ -42,7 +42,8 @@ selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# All prompts have one length. On the stub no sampled token is EOS, so this ends each response at its limit.
+# On the stub all comparisons are False, so the engine's `_wave` yields nothing. After it, yield each response
+# with as many tokens as its limit. `sizes` keeps one prompt length, because all are equal.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
@@ -51,12 +52,12 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# On the stub, x.max() is 0. In `_wave`, this returns the largest limit at first, then the prompts' length.
+# `_wave` calls max() on the limits, then on the prompts' lengths. The stub would return 0 both times.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (
     repeat(x, n, output_size=len(n) * sizes["len"]) if isinstance(n, Tensor) else repeat(x, n, *args))
-Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # all distinct; on the stub all 0
+Tensor.unique = lambda x, **kwargs: (arange(len(x), device=x.device),) * 2  # as if no two values were equal
 sys.argv = words[1:]
 runpy.run_path(words[1], run_name="__main__")
 nullgpu.quit()

@@ -2,10 +2,9 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. The model has the shape of Qwen2.5-0.5B, with at
-most 24 layers. Each algorithm runs twice, in two processes: the first makes two steps, saves and exports; the
-second resumes and makes two more steps. All sampled tokens and all losses are 0. With 24 layers PPO takes
-27 GiB of host memory, and GRPO 13 GiB.
+NULLGPU is the folder of the stub, which is not in this repository (see bench/nullgpu/trainer.py). The model
+has the shape of Qwen2.5-0.5B. For each algorithm, one process makes two steps, saves and exports; a second
+one resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
 
 Prints one JSON line per phase of the loop. A line "before NAME" covers the time from the last phase to NAME.
     held_gib       device memory that is in use when the phase ends
@@ -13,10 +12,10 @@ Prints one JSON line per phase of the loop. A line "before NAME" covers the time
                    engine. While it is awake: the engine's part of the device (--engine_share).
     peak_gib       the most memory that the driver gave in the phase
     plan_gib       the largest total of tools/plan.py for the phase; 0 if the plan does not have this phase
-    h2d, d2h       number of copies from host to device and back; with _gib, their size
+    h2d, d2h       number of copies from host to device, and back; h2d_gib, d2h_gib: their size
     pageable       bytes that torch copied from or to host memory that is not pinned
     pinned_gib     host memory that was pinned in the phase
-    waits          times that the host waits for the device
+    waits          how often the host waited for the device
 
 The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.
 """

@@ -25,7 +25,7 @@ The fields:
     pageable         bytes that torch copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
     index_add        launches of atomic additions, whose order on a GPU is random
-    waits            times that the host waits for the device
+    waits            how often the host waited for the device
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu. The stub device returns only zeros, but the values of
-    segment lengths and masks decide the sizes of other tensors. So both functions read these values from
-    HOST."""
+    """Patches Tensor.nonzero and Tensor.cpu: for a tensor in HOST, they use its copy on the host. From the
+    stub device they would read zeros, but masks and segment lengths decide the sizes of other tensors."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -129,7 +128,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.to_empty(device="cpu" if cfg.offload else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
-    module.model.rotary_emb = type(rotary)(module.config).to(home)  # computed on the CPU: the stub has zeros
+    module.model.rotary_emb = type(rotary)(module.config).to(home)  # to_empty() has erased its values
     return train.Role(name, module, train.make_optimizer(module, lr, cfg))
 
 
