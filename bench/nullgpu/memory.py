@@ -45,7 +45,7 @@ LEGEND = """\
 GiB are the peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and measured on a
 stub CUDA driver, which counts memory and computes nothing. "GiB from the driver" includes CUDA's context.
 "layers recomputed": layers that the backward pass recomputes as a whole. Of the other layers it recomputes
-only cheap operations. With `none` it recomputes nothing. FLOP are of matrix products, also of recomputed ones.
+only cheap operations; with `none`, nothing at all. FLOP are of matrix products, also of recomputed ones.
 If no layer is recomputed, they can be below the usual 6, because an embedding lookup is no matrix product.
 
 """
