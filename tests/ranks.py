@@ -52,7 +52,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins a process group. Returns the sum of rank + 1, and whether the store has an earlier call's key."""
+    """Joins a process group, rank `late` last. Returns the sum of rank + 1, and if the store had "key"."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)

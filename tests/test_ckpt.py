@@ -265,7 +265,7 @@ def test_what_may_differ_on_resume():
                      steps=9, track=("wandb",)) == []
     debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
     assert differing(orz, prompts_per_step=16, **debug) == []
-    assert differing(orz, prompts_per_step=7, **debug) == [  # debug sets 16: all changes count
+    assert differing(orz, prompts_per_step=7, **debug) == [  # layout debug sets 16, not 7: report each change
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of all updates, so `steps` matters
     assert differing(share, steps=9) == ["steps: 0 -> 9"]

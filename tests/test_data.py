@@ -52,7 +52,7 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """Short samples of a prompt share a pack, unless a rank would get none. Most long ones are split up."""
+    """A prompt's short samples share a pack, its long ones do not. No rank may be left without a pack."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
@@ -72,7 +72,7 @@ def test_short_samples_of_a_prompt_stay_together():
 
 
 def test_shared_prefixes_are_computed_once():
-    """Tokens that end equal prefixes share an entry of `unique`; `inverse` has each token's entry."""
+    """Tokens share an entry of `unique` if they and all before them are equal. `inverse`: token -> entry."""
     samples = make_samples(12)
     samples.append(data.replace(samples[5], sample_id=9))  # this response occurs twice
     other = samples[7]

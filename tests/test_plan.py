@@ -283,13 +283,13 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """Host memory of a 7B node: 164 GiB of weights and Adam's state, 164 to save them, 40 for libraries."""
+    """A node needs 368 GiB of host memory: a 7B run's weights and Adam's state twice, and libraries."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns what --shard_ranks auto becomes on two machines of one rank, resumed from 2 and 4 ranks."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    """Returns what --shard_ranks auto becomes on 2 ranks, for a checkpoint of 2 ranks and one of 4."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # each rank has a machine of its own
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
     return tuple(with_shards(cfg, world, s).shard_ranks for s in (saved, saved | {"ranks": 4}))
@@ -301,8 +301,8 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """Nodes of 100 Gb/s (NCCL reaches 80 %) sum up an update's gradients in 4.6 s (policy), 4.2 s (critic).
-    The last backward pass of an update hides a part of this. All other passes hide all their traffic."""
+    """In an update, only the last backward pass waits for the network: it sums gradients between nodes.
+    `waits` returns the seconds: traffic between nodes + traffic within nodes - compute."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up

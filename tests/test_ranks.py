@@ -85,8 +85,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP gathers a model's weights in 3 groups. With reshard=False, the update gathers only those of
-            # the policy, because the critic's were gathered to compute its values.
+            # FSDP gathers a model's weights in 3 groups. reshard=False (rest == [False]) keeps the critic's
+            # weights after its values are computed. Then the update gathers only the policy's weights.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -190,7 +190,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # and Adam's step counts, for its fused kernel
+    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts, too: fused Adam needs them there
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 

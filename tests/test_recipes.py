@@ -37,7 +37,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# Every number is typed: from the source that a comment names, or our own. None is imported from a preset.
+# The expected values of the presets, copied from the sources that the comments name, or our own.
 # Open-Reasoner-Zero's files (orz_….py) are in its folder playground/. 2503.14476 is an arXiv number.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
@@ -274,7 +274,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """reward/ifeval and reward/accuracy (of `math`): the grader's mean weight × score on its own samples."""
+    """reward/NAME: mean of weight × score over the samples that NAME graded. `math` is named accuracy."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -409,7 +409,7 @@ def gathered(samples, n):
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """The mean difference per problem has the standard error std / sqrt(n), as a bootstrap shows to 3 %."""
+    """Problems of only one model are left out. A bootstrap confirms the standard error of the difference."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))

@@ -76,7 +76,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     assert text.count("✓ correct") == text.count("✗ unparsed") == 4 + 3 and "wrong: " not in text
     assert html.count("<mark>3 </mark>") == html.count("<mark>1 </mark>") == 2 and html.count("<mark>") == 6
     assert text.index("Curves") < text.index("Samples of the training") < text.index("Answers to held-out")
-    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # the plan doesn't wrap
+    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # no other text wraps
     assert all(r["text"] in text for r in read_jsonl(folder / "alarms.jsonl"))
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))

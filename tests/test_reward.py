@@ -59,11 +59,10 @@ def alive(pid: int) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the Grader's server process has replied. From then on, the Grader sends each request at
-    once, instead of collecting several. Returns whether the reward function `spec` could be called."""
+    """Waits until the Grader's server process has replied. Returns whether the reward function `spec` ran."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
-    grader._size = 1
+    grader._size = 1  # the next request is sent at once, not together with later ones
     return found.reason != "error"
 
 
@@ -142,8 +141,8 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize("name,kind", [("aime2024", "math"), ("gpqa_diamond", "choice"), ("math500", "math")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """No gold answer of a set is graded as correct for another gold answer of the set. MATH500 has too many
-    pairs, so there each gold answer is only compared with itself."""
+    """Each gold answer is graded as correct for itself, and as wrong for the others of its set.
+    MATH500 has too many pairs, so there only the first is tested."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)

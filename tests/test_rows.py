@@ -230,7 +230,7 @@ def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """A field that a row lacks is null. A column of integers and nulls may have 2.0, which is read as 2."""
+    """A row's missing fields are null. pandas writes integers with nulls as floats, so 2.0 is read as "2"."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -561,7 +561,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """Prompts of 19 tokens leave room for a response; those of 20 only with --eval_response_len 99."""
+    """The prompts have 19, 20 and 21 tokens. The second has room only with --eval_response_len 99."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

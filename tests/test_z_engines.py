@@ -39,7 +39,7 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns each rank's vLLM samples with --tp 2. Forks the ranks, so it runs before `engines`."""
+    """Returns each rank's vLLM samples with --tp 2. Forks, so it must run before `engines` starts vLLM."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -359,8 +359,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """The prefix cache has keys and values of the old weights. vLLM's sleep and torz both reset it with the
-    scheduler's reset_prefix_cache. If that only claims to do it, log-probs are wrong. False is an error."""
+    """The prefix cache has keys and values of the old weights. If reset_prefix_cache returns True but resets
+    nothing, the self-check finds wrong log-probs. If it returns False, `awake` raises an error."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -427,7 +427,7 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
 def test_memory_that_stays_is_measured(engine, policy):
     def sleep_with(gib):
-        """Allocates `gib` GiB while the engine is awake. Returns it, and the GiB that no sleep has freed."""
+        """Allocates a tensor while the engine is awake. Returns it, and mem/residual_gb after the sleep."""
         with engine.awake(dist.full_weights(policy), version=3):
             memory = torch.ones(int(gib * 2**28))  # 4 bytes each
         return memory, engine.ledger.metrics()["mem/residual_gb"]
