@@ -158,14 +158,14 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of `reference`: advantage, ratio and loss are the preset's; `flags` come on top."""
+    """Returns a variant of `reference` with the preset's values of `fields`. `flags` override them."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
-    """Returns GRPO with an engine whose weights are old or whose logits have noise (see engine_gap).
-    mismatch, high: the flag --mismatch, which corrects for this, and its upper bound."""
+    """Returns GRPO with the patch engine_gap(stale, nats). mismatch: the correction in the loss (--mismatch).
+    high: the largest allowed weight of this correction."""
     flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
     return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
@@ -400,7 +400,6 @@ MEASURES = {  # name of a measured number -> function of a run's results and tas
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
     "steps": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
-    "length": lambda row, task: last(row["lengths"]),
     "length of wrong": lambda row, task: last(row["lengths_wrong"]),
     "entropy": lambda row, task: last(row["entropy"]),
     "collapsed": lambda row, task: float(collapsed(row)),
@@ -479,9 +478,8 @@ CLAIMS = (
     *(Claim("a deliberate bug lowers accuracy", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
     Claim("a deliberate bug lowers accuracy", "ours", "wrong-pack-mean", "grpo", -1,
-          unclear="All packs have nearly the same number of responses, in random order. So the mean of the "
-          "packs' means is nearly the right mean. tests/test_ranks.py compares gradients and finds the "
-          "error."),
+          unclear="The bug averages packs' means. All packs have nearly the same number of responses, so the "
+          "result is nearly right. tests/test_ranks.py compares gradients and finds this bug."),
 )
 
 
@@ -503,8 +501,9 @@ NAMES = (
     "- `kl-loss-0.1`, `kl-reward-0.1`: a KL term with weight 0.1, in the loss or in the reward.",
     "- `resample`: replaces prompts whose samples score the same. `dapo-without-…`: DAPO without one part.",
     "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: engine's logits + noise of deviation 0.3.",
-    "- Endings of `stale` and `noise` are values of `--mismatch`: `-tis-2` token-truncate (TIS) up to 2, "
-    "`-sequence` sequence-truncate, `-mask` token-mask (IcePop), `-sequence-mask` sequence-mask (MIS).",
+    "- `stale-4-tis-2`: `stale-4` with `--mismatch token-truncate` (TIS) and importance weights up to 2.",
+    "- Other endings: `-sequence` means `--mismatch sequence-truncate`, `-mask` means `--mismatch token-"
+    "mask` (IcePop), `-sequence-mask` means `--mismatch sequence-mask` (MIS).",
     "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
     "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.",
     "")
@@ -528,39 +527,33 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             rows.append((claim.text, claim.source, task, compared, found, found.n, said))
             verdicts.add(said)
             if said == "**disagrees**":
-                notes.append(f"- Why runs on {task} contradict \"{claim.text}\": {claim.why or 'unknown.'}")
+                notes.append(f"- Contradicted on {task}: \"{claim.text}\". {claim.why or 'Cause unknown.'}")
         if claim.unclear and verdicts == {"can't tell"}:
-            notes.append(f"- Why no runs decide \"{claim.text}\" for {claim.variant}: {claim.unclear}")
+            notes.append(f"- Undecided on all tasks: \"{claim.text}\", {claim.variant}. {claim.unclear}")
     head = ("claim", "source", "task", "what was compared",
             "mean difference ± half of the 95 % interval", "pairs of runs", "verdict on the claim")
     return [*table(head, rows), "", *notes, "",
             f"No verdict, because runs are missing: {'; '.join(missing) or 'none'}."]
 
 
+LEGEND = (
+    "The differences use only pairs of runs with the same seed and base model. So if a reference has more "
+    "runs than a variant, their difference is not that of the two mean accuracies.")
+
+
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    """Returns a legend, and a table with one row per variant."""
     rows = []
     for name, variant in variants.items():
         found = list(runs.get((task, name), {}).values())
         if not found:
             continue
-        mean = {measure: fmean(f(row, task) for row in found) for measure, f in MEASURES.items()}
-        accuracy = [MEASURES["accuracy"](row, task) for row in found]
-        spread = f"{stdev(accuracy):.3f}" if len(found) > 1 else "–"
+        accuracy = fmean(MEASURES["accuracy"](row, task) for row in found)
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
-        rest = (f"{mean[m]:.{d}f}".replace("nan", "–")  # NaN: a run without training steps
-                for m, d in (("steps", 1), ("length", 1), ("entropy", 3)))
-        rows.append((name, variant.reference, len(found), f"{mean['accuracy']:.3f}", spread,
-                     gap or "–", *rest, sum(map(collapsed, found)), sum(bool(r["alarms"]) for r in found)))
-    head = ("variant", "reference", "runs", "mean accuracy", "standard deviation of the accuracy",
-            "accuracy minus that of the reference, same seeds", f"steps to reward {TASKS[task][1]}",
-            "tokens per response", "entropy (nats)", "collapsed runs", "runs with alarms")
-    legend = (
-        "Numbers are means over runs. The difference is a mean over pairs of runs with the same seed, ± half "
-        "of its 95 % interval. If the reference has more runs, it is not the difference of the two mean "
-        f"accuracies. `{head[6]}`: first step, counted from 0, at which the mean reward of the last three "
-        f"steps reaches {TASKS[task][1]}, else {STEPS}. Tokens and entropy: last five steps; –: no step.")
-    return [legend, "", *table(head, rows)]
+        rows.append((name, variant.reference, len(found), f"{accuracy:.3f}", gap or "",
+                     sum(map(collapsed, found))))
+    head = ("variant", "reference", "runs", "mean accuracy",
+            "accuracy minus that of the reference ± half of the 95 % interval", "collapsed runs")
+    return table(head, rows)
 
 
 RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline",
@@ -596,8 +589,8 @@ def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
             lost = [row for row in found if collapsed(row)]
             kept = [row for row in found if not collapsed(row)]
             rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
-    head = ("task", "recipe", "runs", "collapsed runs", "alarms before a collapse (runs with the alarm)",
-            "alarms of the other runs (runs with the alarm)")
+    head = ("task", "recipe", "runs", "collapsed runs", "alarms before a collapse",
+            "alarms of runs without a collapse")
     return table(head, rows) if rows else ["Not run."]
 
 
@@ -624,10 +617,11 @@ def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) 
             paired = median(halves) if halves else None  # no mean: a few variants diverge and would decide it
             own = stdev(found)
             of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
-            rows.append((task, reference, len(found), f"{fmean(found):.3f}", f"{own:.3f}", of_pairs[0],
+            rows.append((task, reference, len(found), f"{own:.3f}", of_pairs[0],
                          seeds_needed(math.sqrt(2) * own), of_pairs[1]))
-    head = ("task", "recipe", "runs", "mean accuracy", "deviation of accuracies", "deviation of differences",
-            "runs needed, on different seeds", "runs needed, on the same seeds")
+    head = ("task", "recipe", "runs", "standard deviation of the recipe's accuracy",
+            "standard deviation of a variant minus the recipe, on the same seed (median over variants)",
+            "runs needed of each, different seeds", "runs needed of each, same seeds")
     return table(head, rows)
 
 
@@ -652,8 +646,7 @@ def report(runs: Runs) -> str:
         "- On countdown, ppo and its variants ran on CPU A, all other variants on CPU B, grpo on both. "
         "The base models of A and B differ by rounding. So ppo is compared only with the grpo runs on A.",
         "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
-        "of the best mean of five steps. The accuracy of a run that ended early counts as 0.",
-        "- Alarms are signs of trouble in the metrics (guard/alarms.py).", "",
+        "of the best mean of five steps. The accuracy of a run that ended early counts as 0.", "",
         f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
         *NAMES, "## Claims", "",
         "The verdict is `can't tell` if the 95 % interval contains 0, or with fewer than 3 pairs.", "",
@@ -664,15 +657,16 @@ def report(runs: Runs) -> str:
         "lower if it is below 0. The lines below the table count the pairs with such a difference.", "",
         *recipes_table(runs, tasks), "",
         "## Stability", "",
-        "`some alarm (7)`: seven runs had this alarm. N stands for a number in the alarm's text.", "",
+        "Alarms are warnings about metrics (guard/alarms.py). `(7)` after an alarm: seven runs had it. N "
+        "stands for the numbers in an alarm's text.", "",
         *stability_table(runs, tasks), "",
         "## How many seeds show a difference of 2 points", "",
-        "Deviations are standard deviations over runs. A difference is the accuracy of a variant minus that "
-        "of the recipe, on the same seed; the table has the median of all variants' deviations. With the "
-        "runs needed, for each of the two, a true difference of 0.02 is found with 80 % probability.", "",
-        *power_table(runs, tasks, variants)]
+        "\"48 runs needed of each\": 48 runs of the recipe and 48 of the variant find a true difference of "
+        "0.02 with 80 % probability.", "",
+        *power_table(runs, tasks, variants), "",
+        "## All variants", "", LEGEND]
     for task in tasks:
-        lines += ["", f"## {task}", "", *task_table(runs, task, variants)]
+        lines += ["", f"### {task}", "", *task_table(runs, task, variants)]
     return "\n".join(lines) + "\n"
 
 
@@ -772,6 +766,7 @@ def main() -> None:
     keys = {name: key_of(*run) for name, run in plan.items()}
     runs = read_runs(keys, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
     if args.vary:
+        print(LEGEND)
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
     else:

@@ -35,8 +35,8 @@ PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Recipe of the GRPO family -> the values of FIELDS in its preset. In `configs`, all other settings are
-# tiny-grpo's, and a few recipes get `additions`.
+# Recipe of the GRPO family -> its preset's values of FIELDS. The function `configs` takes all other settings
+# from tiny-grpo.
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
@@ -74,10 +74,8 @@ def result(out: Path) -> dict:
 
 
 LEGEND = """\
-Each recipe trains the demo's model to add numbers of two digits (`-3-digits`: of three digits). The accuracy
-is the share of held-out sums that are right after 30 steps. The column "steps to reward 0.9" has the first
-step whose reward is at least 0.9. The reward is a mean over this step, the step before and the step after,
-and the first step of a run is step 0.
+Each recipe trains the demo's model to add two numbers. Accuracy is the share of held-out sums that are right
+after 30 steps. Rewards are averaged over a step and its two neighbours. The first step of a run is step 0.
 
 """
 
@@ -90,10 +88,10 @@ def table(results: dict[str, list[dict]]) -> str:
         spread = max(accuracy) - min(accuracy)
         steps = ", ".join(str(r["steps_to_0.9"] or "never") for r in runs)
         first, last = mean(r["len_first"] for r in runs), mean(r["len_last"] for r in runs)
-        lines.append((name, f"{mean(accuracy):.3f} ({spread:.3f})", steps, f"{first:.0f} → {last:.0f}",
-                      len(runs)))
-    head = ("recipe", "mean accuracy (best minus worst seed)", "steps to reward 0.9, per seed",
-            "tokens per response, first → last step", "seeds")
+        lines.append((name.removesuffix(HARD), 3 if name.endswith(HARD) else 2,
+                      f"{mean(accuracy):.3f} ({spread:.3f})", steps, f"{first:.0f} → {last:.0f}", len(runs)))
+    head = ("recipe", "digits of each number", "mean accuracy (best minus worst seed)",
+            "first step with reward 0.9, per seed", "mean tokens per response, first → last step", "seeds")
     return LEGEND + markdown(head, lines)
 
 

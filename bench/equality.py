@@ -41,8 +41,10 @@ from grading.answers import grade
 
 SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
 PARTS = {"seen": "**synthetic, two thirds, seen**", "unseen": "**synthetic, one third, unseen**",
-         "foreign": "**foreign: by another author**", "second": "**second: before the second revision**",
-         "golds": "**golds, two thirds, seen**", "others": "**golds, one third, unseen**"}
+         "foreign": "**foreign: by another author**",
+         "second": "**second: written before the grader's second revision**",
+         "golds": "**golds: with gold answers as in competitions; two thirds, seen**",
+         "others": "**golds, one third, unseen**"}
 
 
 class Late(BaseException):
@@ -141,7 +143,7 @@ def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
             cells.append(f"{percent['refused']} / {percent['accepted']}")
         right = sum(p.same for p in some)
         lines.append((name, right, len(some) - right, *cells))
-    heads = (f"{name}: % refused / % accepted" for name in verdicts)
+    heads = (f"{name}: % of right refused / % of wrong accepted" for name in verdicts)
     return markdown(("category", "right answers", "wrong answers", *heads), lines)
 
 
@@ -165,12 +167,9 @@ def main() -> None:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = table(cases, verdicts)
-        head = ("The first two columns count answers. The others have two percentages for each grader:\n"
-                "right answers refused / wrong answers accepted. `before` is torz's grader at commit\n"
-                "3d91407, before its third revision. `after` is its grader when `python -m bench.equality\n"
-                "--unseen` wrote this. Another author wrote the pairs `foreign`. `second` is older than the\n"
-                "second revision; `golds`, with gold answers as in competitions, than the third. Nobody\n"
-                "looked at unseen pairs while revising the grader. Rows in bold are whole parts.\n\n")
+        head = ("`before` is torz's grader at commit 3d91407. `after` is torz's grader when `python -m\n"
+                "bench.equality --unseen` wrote this file. Nobody looked at unseen pairs while improving\n"
+                "the grader. Each pair also counts in one of the rows in bold at the end.\n\n")
         (RESULTS / "equality.md").write_text(head + report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

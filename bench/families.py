@@ -42,8 +42,8 @@ they are relative to a parameter's gradient, and in `exported critic` they are o
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns each name of LIMITS -> largest difference (see LEGEND), for the model in the folder `path`. If
-    a difference was not measured, the value is a text with the reason."""
+    """Compares trainer, engines and exports as LEGEND says, for the model in the folder `path`. Returns each
+    name of LIMITS -> largest difference, or a text that says why it was not measured."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],

@@ -43,13 +43,14 @@ RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 # --- functions that write a text
 
-# Each function returns (problem, thought, answer) for a problem's numbers. `slip` is the probability that a
-# number in the thought is wrong. `countdown` makes other errors, and `tool` makes none.
-
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """Returns x, or with probability `slip` a number near x, nearly always another one."""
+    """Returns x, or with probability `slip` a random number near x."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
+
+
+# `sums`, `tool`, `chain`, `product`, `think` and `countdown` return (problem, thought, answer) for the
+# numbers of a problem. slip: probability that a number in the thought is wrong; 0 means no errors.
 
 
 def sums(numbers, rng, slip):
@@ -82,8 +83,8 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """Returns a problem, a thought and an answer. The thought is filler words, then the worked addition. With
-    `slip`, some thoughts repeat the addition, and some are only filler before a guessed answer."""
+    """The thought is filler words, then the worked addition. If `slip` is above 0, 70 % of the thoughts have
+    only filler before a guessed answer, and 15 % have the addition twice and no filler."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -94,8 +95,8 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """Writes how four numbers reach a target. numbers: the four numbers and three signs of a solution. With
-    `slip`, the text sometimes tries other signs first, and the answer is sometimes wrong."""
+    """numbers: four numbers, then the three operators that make the target of them. If `slip` is above 0, the
+    thought may begin with random tries. With probability `slip`, it then ends without the right one."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -120,8 +121,8 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four random numbers and three random signs for which `worked` has a result. `four`: use these
-    numbers."""
+    """Returns four random numbers and three random operators for which `worked` has a result. `four`: use
+    these numbers."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))

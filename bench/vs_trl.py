@@ -168,8 +168,8 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak of anonymous and shared memory of a side's processes in MB. The peak of a process is
-    Pss_Anon + Pss_Shmem now, plus the drop of resident memory since the peak (VmHWM - VmRSS)."""
+    """Returns the peak memory of the processes_of(leader) in MB. The peak of a process is its memory now
+    (Pss_Anon + Pss_Shmem) plus the drop of resident memory since the peak (VmHWM - VmRSS)."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}
