@@ -45,8 +45,8 @@ Key = tuple[int, int]  # prompt_id and sample_id
 class MemoryLedger:
     """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block.
     A stage is a part of the block, such as "sync", in which the engine gets its weights. `residual` is the
-    memory that a new engine keeps, plus what each block so far did not give back. Create the ledger before
-    the engine allocates memory, so that the first reading is without the engine.
+    memory, in GiB, that the engine holds while it sleeps. Create the ledger before the engine allocates
+    memory, so that the first reading is without the engine.
 
     On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
     torch's own statistics are not used, because they count the tensors of a sleeping engine, although their
@@ -82,17 +82,16 @@ class MemoryLedger:
         self.mark("trainer")
 
     def end(self) -> None:
-        """Called at the end of the block, when the engine sleeps. Takes the last reading, "asleep". The last
-        reading minus the first one is the memory that the engine did not give back. It is added to the
-        residual."""
+        """Called when the engine falls asleep. Takes the last reading, "asleep". "asleep" minus "trainer" is
+        memory that the engine did not give back. It is added to `residual`."""
         torch.cuda.empty_cache()
         self.mark("asleep")
         self.residual += self.readings["asleep"][0] - self.readings["trainer"][0]
 
     def metrics(self) -> dict[str, float]:
-        """Returns metric -> value: GiB in use at the end of each stage of the last block (mem/STAGE_gb), the
-        residual, the seconds of waking, sync and falling asleep (time/…), and the peak of this process's
-        host memory since its start."""
+        """Returns metric -> value: GiB in use at the end of each stage (mem/STAGE_gb), GiB that the engine
+        holds asleep, seconds of waking, sync and falling asleep (time/…), and the peak GiB of this
+        process's host memory."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],

@@ -143,11 +143,12 @@ class Segments:
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
-        """The arguments are fields of a Pack of T tokens, U of which are computed.
+        """The arguments are fields of a Pack of T tokens. Tokens that several segments begin with are
+        computed once, so only U tokens are computed.
 
         cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
         unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
-        inverse (T,): for each token of the pack, the index of the computed token that is equal to it."""
+        inverse (T,): for each token of the pack, the index of the computed token that stands for it."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # A computed token is copied to all its places in attention, called slots.
@@ -328,8 +329,8 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits. They
-    need the whole weight. FSDP gathers it when Policy.forward begins, so Policy.forward computes them.
+    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits.
+    Policy.forward calls it, because FSDP gathers the whole weight only for Policy.forward.
 
     Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
     the same effect."""
@@ -545,8 +546,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder. It covers the names and sizes of the files. Of each file's content,
-    it covers only about 64 blocks of 4 KiB, because hashing whole files would take too long."""
+    """Returns a hash of a model folder's files (suffixes below): of names and sizes, and of about 64 blocks
+    of 4 KiB of each file, because hashing whole files would take too long."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -582,8 +583,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
-    """Returns the folder's causal language model in fp32. Raises UserError if the folder has no model that
-    torz supports, or if its tensors are not those of the model.
+    """Returns the folder's causal language model in fp32. Raises UserError if torz does not support the
+    model, or if the names of the tensors in the files do not fit config.json.
 
     `shard_fn` (dist.shard) shards the model before memory is allocated, so each rank allocates and reads only
     its own shards."""
@@ -611,8 +612,8 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 def _load(kind, path, device, shard_fn):
     """Returns a Policy or Critic with the folder's weights. Raises UserError if the files lack a tensor of
-    the model (a critic's head may be missing), or if they have a tensor that is neither in the model nor in
-    NOT_OURS."""
+    the model (a critic's head may be missing), or have a tensor that the model lacks and whose name does not
+    end with one of NOT_OURS."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)

@@ -44,8 +44,8 @@ class Term:
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """Returns the terms of --reward: first the graders (one of KINDS, and users' functions), then the reward
-    parts. Raises UserError if `reward` is not valid.
+    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if `reward`
+    is not valid. It needs at least one grader: at most one of KINDS, and any number of users' functions.
 
     reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
         DATASET@FILE.py:FUNCTION, which grades only the problems of DATASET.
@@ -132,9 +132,9 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms of --reward that grade a data set. The first one gives the reward; the rewards of the
-    others are added to it. The functions for this data set (DATASET@FILE.py:FUNCTION) come first. If there is
-    one, the term that compares answers with the gold answer is left out."""
+    """Returns the terms of --reward that grade a data set. Their rewards are added, but only the first term
+    decides whether a response counts as correct. The functions for this data set (DATASET@FILE.py:FUNCTION)
+    come first. If there is one, the term that compares answers with the gold answer is left out."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -166,8 +166,9 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; "stopped" and "kind" may be left out. Or a file of a run's samples/
-        reward: as for train.py: graders and parts, such as math format=0.5 path/to/file.py:function=2
+            "kind": "math"}; stopped is false for a response cut at the length limit; "stopped" and "kind"
+            may be left out. Or a file of a run's samples/
+        reward: as for train.py: names, with a weight if it is not 1: math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,

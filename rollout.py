@@ -334,11 +334,10 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
             carried: Sequence[Sample] | None = None,
             top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
-    Returns
+    """Sample and grade `n` responses to each problem; with --carry, only until `sample_until_enough` returns.
+    A collective, with the same `problems` on every rank. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: this rank's trajectories that are left for the next step. Some are unfinished. Others are
-       graded, but the step had enough samples without them.
+    2. with --carry: the rest of this rank's trajectories, unfinished or graded, for the next step.
 
     Both lists are empty if a signal has requested a stop.
 
@@ -517,10 +516,8 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Returns a short name for each evaluation file. Raises UserError if two files would have the same name.
-
-    The short name is the file name without its suffix. For a file on the Hub, the name of the data set is put
-    in front. If two names are equal, the names of the folders above the files are put in front of all names.
+    """Returns a short name for each evaluation file. If two names would be equal, names of local files begin
+    with their folders. Raises UserError if that does not help.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
@@ -559,8 +556,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns the result of `accuracy` for the samples of all ranks. The values are in the order of the
-    problems, so a mean of the values has the same rounding for any number of ranks."""
+    """Returns metric -> one value for each problem (see `accuracy`), for the samples of all ranks. The
+    problems are in ascending order, so a mean has the same rounding for any number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))

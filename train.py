@@ -15,8 +15,8 @@ has four parts:
 
 Three differences from Open-Reasoner-Zero:
 
-1. A loss is divided by the token count of the whole update over all ranks. So the number of ranks and the
-   packing do not change a run.
+1. A loss is averaged over the whole update of all ranks, not over a pack: with --aggregation token, it is
+   divided by the update's number of tokens. So the number of ranks and the packing do not change a run.
 2. No sample is dropped or repeated to fill a batch.
 3. With one policy update per step, the old log-probs are equal to the current ones. So no forward pass
    computes them, unless a KL term in the reward needs them."""
@@ -156,7 +156,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # the first step to run
-    carried: list[Sample]  # with --carry: this rank's responses, finished or not, for the next step
+    carried: list[Sample]  # with --carry: this rank's responses that no step has trained on yet
     solved: Solved  # with --skip_solved: the problems solved so far, the same on all ranks
     saver: ckpt.Saver
     log: Logger
@@ -613,9 +613,9 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
     prompt: 1 / (sampled tokens of the sample's prompt × number of prompts). Tokens and prompts are counted
     in the sample's minibatch over all ranks, without samples that are not in the loss.
 
-    keys: the number of each sample, from `number_samples`
-    prompts[i]: prompt_id of sample number i
-    layout: the result of data.assign"""
+    keys: for each sample, its index among the samples of all ranks (`number_samples`)
+    prompts[i]: prompt_id of the sample with index i
+    layout[minibatch][rank][pack]: the indices of the pack's samples"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -855,7 +855,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
 if __name__ == "__main__":
     try:
         with user_errors("train.py"):
-            # A stopped run ends with status 130. Under torchrun it is 0: torchrun would restart the run.
+            # A stopped run ends with status 130; under torchrun with 0, so that torchrun does not restart it.
             if not main(CONFIG) and "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise KeyboardInterrupt
     except Exception:

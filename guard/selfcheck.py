@@ -21,8 +21,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 # The stages of the self-check. Each stage has four entries:
 #     start of the error message
-#     factor by which the engine's weights are multiplied
-#     1: prompts as they are; -1: prompts with their tokens in reverse order
+#     factor by which the policy's weights are multiplied when they are copied to the engine
+#     1: the prompts; -1: the prompts with reversed tokens, so that the prefix cache does not have them yet
 #     likely causes of a failure, for the error message
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
@@ -70,13 +70,13 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
     largest gap of stages 1, 2 and 4: the mean of |engine's log-prob - trainer's log-prob| over tokens, in
     nats.
 
-    There are four stages. Each begins with a sync, which copies the trainer's weights to the engine. Then the
-    engine answers the prompts (prompt_id -> tokens) twice: once greedily, and once by sampling.
+    In each of four stages the engine wakes, gets weights, answers the prompts (prompt_id -> tokens) greedily
+    and by sampling, and sleeps.
 
-        1  after a first sync                prompts
-        2  after sleeping and waking         prompts
-        3  after a sync of halved weights    reversed prompts, which are not in the prefix cache
-        4  after a sync of the weights       reversed prompts
+        1  the trainer's weights             prompts
+        2  the trainer's weights             prompts
+        3  the trainer's weights, halved     reversed prompts, which are not in the prefix cache
+        4  the trainer's weights             reversed prompts
 
     In stages 1, 2 and 4 the engine's log-probs must agree with `trainer_logp(samples, temperature)`, a tensor
     of shape (number of response tokens,). In stage 3 the log-probs must differ, because only the engine's

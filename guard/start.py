@@ -322,8 +322,8 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
     """Raises UserError for an extra reward in --reward that can't work:
 
         format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
-        length          compares the samples of a prompt. So a prompt needs several samples, all of them in
-                        one step. With --carry they are in one step only if the advantage compares them, too.
+        length          compares the samples of a prompt. So it needs several samples a prompt, all in one
+                        step. With --carry, they may be in several, unless the advantage compares them.
     """
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "

@@ -1,6 +1,6 @@
 """Ends a process that hangs, and turns a signal such as ctrl-C into a stop at the end of a step.
 
-dist.py measures the phases of a step and keeps the request to stop."""
+dist.py has the current phase (CURRENT) and the signal that requested a stop (stop_signal)."""
 
 import atexit
 import contextlib
@@ -76,8 +76,8 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
-    (dist.stop_requested). The process ends with status 1 in two cases: at a ctrl-C more than 2 s after the
-    first of these signals, and if the block has not ended when `grace` seconds have passed since it."""
+    (dist.stop_requested). The process ends with status 1 if the block has not ended `grace` seconds after the
+    first signal, or at a ctrl-C more than 2 s after the first signal."""
     ended = threading.Event()
 
     # A second signal may interrupt this handler and call it again. So the handler must not take a lock: the

@@ -184,12 +184,12 @@ new or empty.
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line. ABOUT has the syntax. Raises UserError for wrong
+    """Returns a config for each model of the command line (syntax: ABOUT). Raises UserError for wrong
     arguments and for flags that only training uses.
 
-    A flag that is not given has, for all models, the value from the models' training (`as_trained`), or else
-    its default. But the default stop strings, such as "User:", do not belong to a chat. So with --template
-    chat and without --stop, only the end token stops a response."""
+    A flag that is not given has the value from the models' training (`as_trained` demands the same value for
+    all models), or else its default. But the default stop strings, such as "User:", do not belong to a chat.
+    So with --template chat and without --stop, only the end token stops a response."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)

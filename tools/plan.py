@@ -32,9 +32,9 @@ SAMPLER_COPIES = 6  # an engine's sampler makes this number of copies of its fp3
 CUDA_CONTEXT = 0.6 * GIB  # memory of CUDA's context and kernels on a GPU, outside PyTorch's allocator
 NCCL_BUFFERS = 0.9 * GIB  # memory of NCCL on a GPU, outside PyTorch's allocator
 ENGINE_BUFFERS = 1.5 * GIB  # memory of vLLM's activations and CUDA graphs, without its sampler
-SLEEPING_ENGINE = 0.5 * GIB  # GPU memory that vLLM keeps at sleep level 2; 7B on a stub driver: 0.48 GiB
+SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2; bench/nullgpu counts 0.48 GiB for 7B
 LIBRARIES = 5 * GIB  # host memory that torch, CUDA and vLLM need on one rank
-HOLES = 0.015  # unused memory between the activations, as a share of the activations
+HOLES = 0.015  # unused memory between the activations, divided by the memory of the activations
 HEADROOM = 0.08  # --recompute auto leaves this share of a device's memory free
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
 LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
@@ -43,7 +43,7 @@ ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about th
 
 
 class GPU(NamedTuple):
-    """The numbers of a GPU's datasheet. For a GPU that is not in GPUS, they are 0 (unknown)."""
+    """A GPU's memory, and peak speeds from its datasheet. An unknown speed is 0."""
 
     name: str
     memory: float  # bytes of memory, as torch reports them
@@ -242,13 +242,14 @@ class Kept(NamedTuple):
 
 
 def keep(case: Case, name: str) -> Kept:
-    """Returns what a model's updates keep in memory, as --recompute says. --recompute auto selects it so:
+    """Returns what a model's updates keep in memory. Without --recompute auto, `reshard` is True and
+    `recompute` is the flag's. With --recompute auto:
 
-    1. For `reshard` True, the number of a node's ranks, and False: try `recompute` None, 0, 1, … up to all
-       layers. Take the first whose planned peak memory leaves the share HEADROOM of the device free. If the
-       speed of the GPU's links is unknown, try only `reshard` True.
-    2. Of the choices found, return the first that is at most 1 % slower than the fastest. If nothing fits,
-       return the choice with the least memory: all layers, True."""
+    1. `reshard` may be True, the number of a node's ranks, or False; only True if the GPU's link speed is
+       unknown. For each, try `recompute` None, 0, 1, … and take the first choice whose planned peak memory
+       leaves the share HEADROOM of the device free.
+    2. Of these choices, return the first that is at most 1 % slower than the fastest. If nothing fits, return
+       Kept(all layers, True), which needs the least memory."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -273,14 +274,14 @@ def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers keep for the backward pass
-    2. the activations of the last layer that the backward pass recomputes. It begins with this layer, while
-       the activations of all layers are in memory
+    2. the activations that the backward pass recomputes for the model's last layer. They are in memory
+       together with 1.
 
     whole: Kept.recompute, the number of layers that are recomputed in whole. The other layers recompute a
         part. None: no layer recomputes anything."""
     d, b = shape.hidden, case.number
     # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
-    # attention is counted twice, because a pack whose samples share a prompt needs two copies of the output.
+    # attention is counted twice: with a row for each slot, and with a row for each token (model.Segments).
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
     # A layer that is recomputed only in part keeps its input, the results of the seven matrix products and of
     # attention, and attention's log-sums (4 bytes a head, fp32).
@@ -360,9 +361,9 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an awake engine as a Usage (item -> bytes). An engine that sleeps (vLLM on a GPU)
-    uses the share --engine_share of the GPU's memory: its KV cache gets what weights and buffers leave. Any
-    other KV cache is planned for as many responses of maximal length as the engine decodes at once."""
+    """Returns the memory of an engine while it samples, as a Usage (item -> bytes). vLLM on a GPU uses the
+    share --engine_share of the GPU's memory: its KV cache gets what weights and buffers leave. The KV cache
+    of another engine holds as many responses of maximal length as the engine decodes at once."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -389,8 +390,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
        the name of the model that is updated;
     2. its Usage (item -> bytes), with the sum of all items as "total"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. This needs a buffer of the size of the gathered weights,
-    # and a copy of this rank's shard of them.
+    # A sync gathers one layer or the root at a time. In memory are then the gathered weights, a buffer of the
+    # same size, and, if sharded, a copy of this rank's shard of these weights.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
@@ -401,7 +402,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # a ref of the policy's shape is left out: the policy's update needs more memory
+    if case.cfg.ref_model:  # any other ref has the policy's shape, and needs less than the policy's update
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -418,7 +419,7 @@ def _with_total(case, usage):
 
     total: the sum of all items
     CUDA and idle state: memory of CUDA and NCCL, and of weights and AdamW's moments that are on the device
-        but not in use at this instant"""
+        but not in `usage`"""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -516,8 +517,8 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 
 
 def _collectives(case, name, kept):
-    """Returns collective -> bytes that a rank sends (a Sent), in the updates of the model `name`. `traffic`
-    says what the collectives are."""
+    """Returns collective -> bytes that a rank sends (a Sent) for one pack of the model `name`; "all-reduce":
+    for one update. `traffic` says what the collectives are."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # A group of `shards` ranks has one copy of the weights. over: number of ranks and of nodes of a group.
     over, groups = (shards, -(-shards // case.local)), case.world // shards
@@ -535,15 +536,15 @@ def _network(case, n):
 
 
 def _seconds(parts):
-    """Returns the seconds of a list of parts. A part is (number of times, seconds of compute, seconds of
-    network). While a layer computes, FSDP gathers the weights of the next layer or reduces the gradients of
-    the previous one. So only the longer of the two times counts."""
+    """Returns the seconds of a list of parts (n, compute, network): n passes, each with `compute` seconds of
+    computing and `network` seconds of transfers. While a layer computes, FSDP gathers the weights of the next
+    layer or reduces the gradients of the previous one. So only the longer of the two times counts."""
     return sum(count * max(compute, network) for count, compute, network in parts)
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists of (number of times, seconds of compute, seconds of network), for `_seconds`: one for
-    a forward pass over all packs of a step, the other for all updates of a step."""
+    """Returns two lists for `_seconds`: the forward passes over all packs of a step, and all updates of a
+    step. An entry (n, compute, network) is n passes over a pack, with the seconds of one pass."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -584,7 +585,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # like the policy's forward passes, but their count is scaled by the model's size
+    if cfg.has_ref:  # the seconds of the policy's forward passes × ref's size / policy's size
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]

@@ -35,7 +35,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import read_json, require, user_errors
 
 VERSION = 3  # raise this number when a change of this file changes the model
-# GUESSES: share of guesses in the last third of the pretraining texts. OFF: largest error of a guess.
+# The share GUESSES of the last third of the pretraining texts gives a number without reasoning, which differs
+# from the answer by at most OFF.
 GUESSES, OFF = 0.5, 12
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, learning rate, warm-up updates
 HELD_OUT = 512  # number of problems in heldout.jsonl; train.jsonl has all other problems
@@ -172,7 +173,7 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
              task: Task) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
 
-    The first two thirds of the texts have no guesses, because reasoning takes longer to learn than guessing.
+    The first two thirds of the texts all show reasoning, because it takes longer to learn than guessing.
     """
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
