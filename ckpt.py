@@ -194,9 +194,9 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     out: the run's folder.
-    facts: written to state.json.
-    saved: number of steps of the newest complete checkpoint in `out`; 0 in a new run; None if the run
-        continues a checkpoint of another folder.
+    facts: content of state.json: the config, hashes of the data, …
+    saved: number of steps of the newest checkpoint in `out`, which `save` does not write again; 0 in a new
+        run; None if the run continues a checkpoint of another folder and `out` has none.
     warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted."""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
@@ -385,7 +385,7 @@ def complete(out: Path) -> list[Path]:
 
 def read_mark(folder: Path) -> Files | None:
     """Returns the sizes and checksums that COMPLETE lists, or None if the checkpoint has no COMPLETE. If
-    COMPLETE is not JSON, returns {"COMPLETE": {}}, which `damaged` then reports."""
+    COMPLETE is not JSON, returns an entry for COMPLETE with no checksum, so that `damaged` names it."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -423,10 +423,11 @@ def verify(run: Path) -> None:
 
 def find(out: Path, resume: str) -> Path | None:
     """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names
-    (see `named`), or None if --resume is "auto" or "never". To resume from remote storage, download the
-    checkpoint at the start of this function.
+    (see `named`), or None if --resume is "auto" or "never". With "never", `out` can have
+    a checkpoint only after a restart by torchrun (see guard/start.py).
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
+    # To resume from remote storage, download the checkpoint here.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest

@@ -175,7 +175,7 @@ class Config:
     # --- the batch
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
-    skip_solved: Share = 0.0  # skip prompts once this share of responses is right, while others last; 0: off
+    skip_solved: Share = 0.0  # skip a prompt after this share of its responses was right; 0: off
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # spread unfinished responses over the engines again after every N tokens; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
@@ -232,11 +232,11 @@ class Config:
     drop_uniform: bool = False  # exclude prompts from the loss if all their responses score the same (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # ranks: debug 8; production preset's; any --ranks
+    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: mostly 32; any: free
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
-    network: NotNegative = 0.0  # planned speed from a node to other nodes, in Gb/s; 0: usual for this GPU
+    network: NotNegative = 0.0  # the plan assumes this speed between nodes, in Gb/s; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
@@ -458,8 +458,8 @@ PRESETS = {
                        pack_len=18432, eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1. The paper's model has 32B parameters. It does not
-    # state weight decay and betas: these are from verl's recipe/dapo/run_dapo_qwen2.5_32b.sh and defaults.
+    # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1, for a model of 32B parameters. The paper states
+    # neither weight decay (here of verl's recipe/dapo/run_dapo_qwen2.5_32b.sh) nor betas (verl's defaults).
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
@@ -540,8 +540,8 @@ def changed(old: dict, new: dict) -> list[str]:
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # A run may be resumed with another --layout, which sets other values for some fields. This is accepted
-    # unless a flag has set one of these fields.
+    # A run may be resumed with another --layout. Then the fields that layouts set (all of them are in
+    # LAYOUTS["debug"]) may change, unless a flag has set one of them.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})

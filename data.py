@@ -83,7 +83,7 @@ class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
     tokenised again. With --env, the policy's turns alternate with texts of the environment."""
 
-    prompt_id: int  # index in the step's batch; with --carry, first the prompt's number in the run
+    prompt_id: int  # index in the step's batch; with --carry, number in the run until sampling ends
     sample_id: int  # index of this sample among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
@@ -349,7 +349,7 @@ DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strfti
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
     or "" if that is not possible. `form`: the text of --template, or "" for the chat template (prompt_form).
-    The text shows only the problem, so the returned template refuses all but a single user turn."""
+    A --template has a place for one problem only, so its Jinja template refuses all but one user turn."""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -408,10 +408,10 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns random problems of the epoch, as many as a step has prompts. Each round of a step is another
-    draw: round 0 replaces solved problems (`batch_at`); rounds 1, 2, … replace uniform prompts
-    (train.resample). The result depends only on (seed, step, round) and on `solved`. Solved problems are
-    drawn only if fewer unsolved ones are left than a step needs."""
+    """Returns random problems of the epoch, as many as a step has prompts. Round 0 replaces solved problems
+    (`batch_at`). Rounds 1, 2, … replace prompts whose responses all have the same reward (train.resample).
+    The result depends only on (seed, step, round) and on `solved`. Solved problems are drawn only if fewer
+    unsolved ones are left than a step needs."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]
@@ -562,8 +562,8 @@ FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stop
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end; without samples, a filler pack (see FILLER). If `step` is
-    given, `fresh_tokens` has only the tokens that the weights of version `step` sampled."""
+    """Returns a pack with the samples end to end; without samples, with FILLER alone. `fresh_tokens`: the
+    loss tokens that the weights of version `step` sampled; all loss tokens if `step` is None."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])

@@ -245,7 +245,8 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit, a model that
     was on the host goes back to the host, without its gradients.
 
-    If `optimizer` is None, the weights must not change inside, because they are not copied back."""
+    If `optimizer` is None, the weights must not change inside. The host still has its copy of them, so on
+    exit the device's copy is dropped."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -404,7 +405,7 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
-    every rank raises the error of the lowest failed rank. The message begins with the host name of this rank,
+    every rank raises the error of the lowest failed rank. The message begins with that rank's host name,
     unless all ranks failed with the same error."""
     result, error = None, ""
     try:

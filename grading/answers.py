@@ -21,12 +21,12 @@ What counts as equal:
 - Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But an
   unfinished calculation with numbers (`3+4`, `84/2`, `2^{10}`, `37\cdot45x`) is wrong. Otherwise a policy
   could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
-- No text is read in part: `3@\frac{1}{2}`, which math-verify can't read as a whole, is not taken for
-  `\frac{1}{2}`. As an answer it is wrong. As a gold answer it can raise ValueError.
+- A text that can't be read as a whole, such as `3@\frac{1}{2}`, is a wrong answer. As a gold answer it can
+  raise ValueError.
 - Two numbers must be equal, but a decimal may be a rounding of the other number. Then they may differ by at
   most one part in a million, and by less than one unit of the decimal's last place: `0.3333333` equals
-  `1/3`, `0.33` does not. An integer has no rounding. Two decimals with the same number of decimal places
-  must be equal.
+  `1/3`, `0.33` does not. An integer is exact: `3` does not equal `3.0000001`. Two decimals with the same
+  number of decimal places must be equal.
 - A percent is a hundredth: `5\%` equals 0.05, not 5. A number in another base is not converted: `101_2`
   equals neither 101 nor 5.
 - If both texts have a unit, the units must be the same; units are not converted. If only the gold answer has
@@ -71,8 +71,8 @@ CHARACTERS = str.maketrans({
     **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
     "°": r"^\circ ", "€": r"\text{euros}", "£": r"\text{pounds}", "¢": r"\text{cents}",
 })
-# BRACE matches the braces that `_boxes` counts. It also matches \\, \{ and \}, without a group, so that
-# `_boxes` skips them: \{ and \} are printed braces, which open and close nothing.
+# `_boxes` counts the braces that BRACE matches with a group. It skips what BRACE matches without a group:
+# printed braces, \{ and \}, and the line break \\ (so that the { of \\{ counts).
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # (?>…) and *+ never try a second way to match, so the time is linear.
@@ -352,8 +352,8 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit, whether the words are surely a unit). If they
-                    are not, the quantity does not equal a gold answer without a unit
+        quantity    (Reading of the number, words of the unit, whether the words look like a unit): True for
+                    5 cm; False for 5 nearly, which therefore does not equal 5
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). Form of (1,2): "()"; of x=1, y=2: "="; of 1:2:3: ":";
                     of 3 \pmod 7: "mod 7"; of a matrix of 2 x 2 cells: "matrix [2, 2]"
@@ -385,8 +385,8 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
-# A unit that only the answer has is ignored if one of its words is the name of a unit, or looks like a noun:
-# MANY (plurals) after a number larger than 1, else ONE. Otherwise the answer is wrong: `5 nearly`.
+# `5 cm` and `5 pizzas` equal 5, because cm is in ALIASES, and pizzas looks like a noun. `5 nearly`
+# does not. Nouns match ONE after a number up to 1 (`1 pizza`), else MANY (plurals).
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -526,8 +526,8 @@ SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # the interval of x<2 ha
 
 
 def _read_inequality(text, depth):
-    r"""Returns x<2, 2>x, 1<x\le 2 and x\ne 1 as intervals of x, and any other inequality as an equation. None
-    for a text without <, >, \le, \ge and \ne."""
+    r"""Returns a Reading of the kind "intervals" for x<2, 2>x, 1<x\le 2 and x\ne 1; of the
+    kind "equation" for other inequalities, such as x+y<2; None for a text without <, >, \le, \ge, \ne."""
     parts, signs = _split(text, "relation")
     if not signs:
         return None
@@ -663,8 +663,8 @@ def _number(text):
 #
 #     sign, decimal point, percent   always: they are part of a plain value
 #     power of ten                   always: 3\cdot10^4 and 10^6 are plain values
-#     fraction of two integers       always, also if it can be reduced: 6/8. But 84/2 is an expression,
-#                                    because it is a quotient that was not worked out
+#     fraction of two integers       always, also if it can be reduced: 6/8 is a plain value. But 84/2 is an
+#                                    expression, because its value is an integer
 #     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
 #     a calculation with numbers     if the gold answer has one of its kind, too (sum, product or power):
 #     (see `_calculations`)          37\cdot45\pi does not equal 1665\pi, 2\pi+3\pi does not equal 5\pi.
@@ -678,9 +678,9 @@ def _number(text):
 #                                    \frac{\sqrt3}{2}. Of roots, no more than the gold answer has:
 #                                    \sqrt{50}+\sqrt{18} does not equal 8\sqrt2
 #
-# A pattern that ends with .* counts a text with several such operations as one.
 # If the gold answer has a variable, the answer may always have roots, factorials and binomials of variables:
 # \binom{n}{2} equals n(n-1)/2. Those of numbers count as calculations: 5!x does not equal 120x.
+# A pattern below that ends with .* counts several such operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det)(?![a-z])|\\frac\{(?:d|\\partial)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
@@ -696,7 +696,7 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# matches A, A., (A), option A and (A) 15 (normalised: 15 "choices A") as a whole, but not A)
+# A, A., (A), option A, or `(A) 15`, which `_letter` turns into `15 CHOICES A`. Not `A)`: half of a bracket.
 LETTER = re.compile(r"(?:[\d\\$-].* CHOICES |CHOICE |OPTION )?(\()?([A-Z])(?(1)\))\.?")
 
 
@@ -791,11 +791,10 @@ def _same_named(answer, gold, prove):
     other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
     if other and not {a.kind, b.kind} <= {"number", "expression"}:
         return False
-    # The gold answer x+y=5 may be the equation of a line. So the answer must be an equation, too: y=5-x is
-    # right, 5 is wrong. The gold answer x=5 is a value, and the equation x-5=0 is wrong, because it must
-    # still be solved.
+    # The gold answer x+y=5 may be the equation of a line. So y=5-x is right, and 5 is wrong.
     if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
+    # If the gold answer is x=5, the equation x-5=0 is wrong, because it must still be solved.
     if other or "equation" in (a.kind, b.kind):
         return bool(not needed or _variables(b.text)) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
@@ -902,10 +901,10 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
-    """Returns whether two normalised expressions are equal, as math-verify decides; False if they are too
-    large to compute, or if `answer` has a calculation or a variable (`_calculations`) that `gold` lacks. The
-    calculations in `allowed` are accepted (see the comment above OPERATIONS). Raises ValueError if `gold`
-    can't be parsed. math-verify may raise further errors.
+    """Returns whether two normalised expressions are equal. If a text has a decimal, two numbers are compared
+    here. All else is compared by math-verify. Returns False if they are too large to compute, or if `answer`
+    has a calculation or a variable that `gold` lacks (see `_calculations`). Raises ValueError if `gold` can't
+    be parsed. math-verify may raise further errors.
 
     tolerance: largest relative difference of two numbers if a text has a decimal and `gold` is no integer;
     default 1e-6. `_same_chain` sets it, to compare the steps of a chain such as 3+4=7. With a tolerance,

@@ -244,8 +244,9 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if the row has none. If the row has a worked solution, returns
-    only the content of the last box or the text after `####`. Raises UserError if a solution has neither."""
+    """Returns the gold answer as text; None if the row has none. If the text has a box or `####`, returns
+    only the content of the last box or the text after `####`. Raises UserError if a worked solution has
+    neither."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -363,10 +364,10 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Yields (number, row) for each row of a .json file (a list), a .jsonl or a .parquet file.
+    """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl or .parquet file.
 
-    `number` starts at 1. In a .jsonl file it is the line number. Numbers inside JSON rows are JsonNumber
-    objects. Raises UserError if the file has no row or can't be read."""
+    `number` starts at 1. If each line is a row, it is the line number. Numbers in JSON rows are JsonNumber
+    objects, which keep the digits. Raises UserError if the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)

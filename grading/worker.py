@@ -59,22 +59,22 @@ CHUNK = 16  # maximum number of requests in a chunk; each chunk is one message t
 LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
 MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
-WALL = 4  # a worker is also killed after 4 deadlines of wall time, because sleeping takes no CPU time
+WALL = 4  # a deadline counts CPU time; a worker that sleeps is killed after 4 deadlines of wall time
 LATE = 8  # the run ends if users' functions time out, or end a worker, this number of times in a row
 TELL = 10  # after each 10 seconds, a Grader says what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
-# A user's file may import its own modules with the names `grading` and `configs`. So the server runs this
-# file under the name __main__, and `serve` removes our modules of these names from sys.modules.
+# Starts the server. A user's file may import its own modules named `grading` and `configs`. So `serve` takes
+# ours out of sys.modules, and this file runs under the name __main__.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # a server may need this number of seconds to start, because network disks are slow
 
-# A request that the trainer sends to a worker. Its first entry says what the worker does:
-#     "compare", answer, gold, kind                compare the answer with the gold answer
-#     "score", function, response, gold, kind      call a user's reward with these arguments
-#     "score", function, JSON                      the same, but the arguments go by name, as a JSON object
-#     "reply", function, problem, text, turn       call the environment
+# A request that the trainer sends to a worker. Its first entry says what the worker does. kind: one of KINDS.
+#     "compare", answer, gold, kind                call answers.grade(answer, gold, kind)
+#     "score", function, response, gold, kind      call a user's reward function by position
+#     "score", function, JSON                      call a user's reward function by name, with a JSON object
+#     "reply", function, problem, text, turn       call the environment; turn: number of the turn, from 1
 Request = tuple
 
 
@@ -181,7 +181,7 @@ def _modules_beside(spec):
     "FILE.py:FUNCTION".
 
     On exit, the modules of the folder are moved from sys.modules to `_modules`, because the folder of another
-    user's file may have modules of the same names. The next entry puts them back into sys.modules.
+    user's file may have modules of the same names. The next `with` for this folder puts them back.
 
     A module belongs to the folder if the folder has a file with the module's name. Reading __file__ instead
     would raise an error for lazy modules such as torch.classes."""
@@ -229,8 +229,8 @@ def _grade_chunk(requests, deadline):
 
 def _message(error, spec):
     """Returns the error as one line of text, with the line of the user's file that failed. spec:
-    "FILE.py:FUNCTION" of the user's function; for an error in a comparison it is the answer, and no line is
-    named."""
+    "FILE.py:FUNCTION". For a "compare" request, spec is the answer, so no file matches and no line is
+    added."""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -275,7 +275,7 @@ def _import_function(spec, arguments):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
     1. the names of the arguments that the function gets by name; [] if it gets `arguments` by position
     2. the function's deadline `seconds` (see Grader); 0 if it has none
-    3. `parallel`, how many calls of the function run at once; 0 if it has no deadline
+    3. `parallel`, how many calls of the function run at once (16 by default); 0 if it has no deadline
 
     arguments: SCORE for a reward function, TURN for an environment"""
     path, _, name = spec.rpartition(":")
@@ -337,7 +337,7 @@ def _watch(parent):
 
 def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
-    `replies`. Returns when `requests` closes or a pool breaks.
+    `replies`. Returns when `requests` closes. If a pool breaks, the server ends.
 
     A user's function that declares `seconds` has its own pool of `parallel` workers. All other requests share
     one pool. found: function -> the result of `_import_function`
@@ -390,7 +390,7 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"}, set(sys.modules))  # so a user's file can import its own
+    _take_modules({"configs", "grading"}, set(sys.modules))  # so a user's file can import its own `configs`
     found, files = {}, {}
     try:
         for spec, arguments in functions.items():
@@ -421,13 +421,13 @@ class Grader(AbstractContextManager):
     deadline    CPU seconds for one answer; its wall time may be WALL times as long. The wait in the queue
                 does not count.
     customs     users' reward functions ("path/to/file.py:function") that `submit` may name. A worker calls
-                function(response, gold answer, kind) -> float in place of a comparison. A function that has a
-                parameter `problem`, `row` or `sample` gets its arguments by their names. A response that was
-                cut by length gets reward 0 without a call.
+                function(response, gold answer, kind) -> float in place of a comparison; kind is one of KINDS.
+                A function with a parameter `problem`, `row` or `sample` gets all arguments by name. A
+                response that was cut by length gets reward 0 without a call.
     compares    whether `submit` compares answers; if False, the server does not import math-verify
     env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
-                the same deadline. The result must depend only on the arguments, because the function may be
-                called twice for one turn.
+                the same deadline. The result must depend only on the arguments, because a call is repeated
+                if its worker or the server dies.
     say         prints what the Grader waits for
     stop        `results` waits only while this list is empty; a signal that stops the run fills the list
 
@@ -574,9 +574,8 @@ class Grader(AbstractContextManager):
         return any("row" in names for names, *_ in (self.known or {}).values())
 
     def check(self) -> None:
-        """Raises UserError if users' functions have timed out or ended a worker LATE times in a row (with
-        `parallel`: 2 × `parallel` times, if that is more), or if a new server (after the old one ended)
-        imported files that were edited during the run."""
+        """Raises UserError if too many calls of users' functions in a row timed out or ended their worker
+        (see `_receive`), or if a new server imported files that were edited during the run."""
         if self.failure:
             raise UserError(self.failure)
 
@@ -646,8 +645,8 @@ class Grader(AbstractContextManager):
 
     def _receive(self, chunk, outcomes, seconds):
         """Store the outcomes of the chunk with number `chunk`. seconds: mean time of one request. If the
-        outcomes are None, the worker died or timed out, and each request is sent again in a chunk of its own,
-        so that only the request that killed the worker fails."""
+        outcomes are None, the worker died or timed out in a chunk of several requests. Then each request is
+        sent again in a chunk of its own. A chunk of one request always has an outcome."""
         if chunk == 0:  # the server's first message: what it imported (see serve)
             known, files = outcomes
             self.known, self.files = self.known or known, self.files or files
