@@ -397,8 +397,8 @@ def read_mark(folder: Path) -> Files | None:
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns the name of a file that changed since the checkpoint was saved, or "" if all are intact. Each
     rank reads every `ranks`-th file, beginning with file number `rank`."""
-    # DCP reads all .safetensors files of the folder. One that is not in COMPLETE would change what is read,
-    # so it counts as a changed file.
+    # DCP would also read a .safetensors file that COMPLETE does not list. So such a file counts as changed:
+    # its entry {} never equals the result of _describe.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)

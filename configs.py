@@ -617,9 +617,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout's name. Without --layout, the environment variable DEBUG_MODE decides: True means
-    debug, as in Open-Reasoner-Zero; if it is not set, `default`. Raises UserError for an unknown value of
-    DEBUG_MODE."""
+    """Returns the name that --layout gives. Without --layout, the environment variable DEBUG_MODE decides:
+    True means "debug", as in Open-Reasoner-Zero; False means "any"; not set means `default`."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -638,8 +637,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a command line
     that can't be read.
 
-    Under torchrun, the preset may be left out. It is then orz-7b, with the layout "debug" on 8 ranks and
-    "production" on 32 ranks, unless --layout or DEBUG_MODE selects another one.
+    Under torchrun, the preset may be left out. It is then orz-7b. Without --layout and DEBUG_MODE, its layout
+    is "debug" on 8 ranks, "production" on 32 ranks, else "any".
 
     `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config or a subclass with more flags."""
     import tyro  # imported here, so that `import configs` is quick

@@ -569,7 +569,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
         tokens        number of tokens of all samples
         unique_share  share of the tokens that the model computes: in a pack, the prompt of several samples is
                       computed once (data.unique_prefixes)
-        flops         estimated FLOP of the updates"""
+        flops         estimated FLOP of the updates and of the critic's values"""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)

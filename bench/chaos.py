@@ -136,8 +136,8 @@ class Nodes:
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # These flags name the agent that runs the rendezvous server. torchrun can't find this agent by
-            # the machine's name, which does not resolve to the namespace's address.
+            # Node 0 hosts the rendezvous. torchrun must be told, because all nodes are network namespaces of
+            # one machine, whose name does not resolve to a node's address.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]

@@ -190,8 +190,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and the cost of an engine on H100s. A decoding step reads weights and cache while it
-    computes, so it takes as long as the slower of reading and computing."""
+    """Returns the preset, and the estimated seconds of an engine's operations on H100s. A decoding step reads
+    weights and cache while it computes, so it takes as long as the slower of the two. `gpus` is not used."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops

@@ -1,8 +1,8 @@
-"""Checks from a run's metrics whether the engine worked. Prints one JSON line per demand (condition).
+"""Checks the metrics of a run's engine: memory, log-probs, seconds. Prints one JSON line per check.
 
     python -m bench.verdict runs/NAME/metrics.jsonl [--steps 20]
 
-The exit status is 0 if all demands are met, else 1.
+--steps: smallest number of steps. The exit status is 0 if all checks pass, else 1.
 """
 
 from __future__ import annotations

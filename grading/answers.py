@@ -636,8 +636,8 @@ def _read_scalar(text, depth):
 
 
 def _number(text):
-    """Returns the Number of a text that is a decimal, a repeating decimal, a fraction or a mixed number, with
-    or without a percent sign. None for any other text."""
+    """Returns the Number of a normalised decimal, repeating decimal, fraction or mixed number. None for any
+    other text. A fraction may end with a percent sign; for decimals, `normalise` made it *10^{-2}."""
     if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
         sign, whole, places, repeated, power = match.groups("")
         value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")

@@ -78,9 +78,8 @@ class Row:
 
 
 def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row]]:
-    """Yields (number, Row) for each row of a file on the disk or on the Hub. default: how answers are
-    compared ("math", "choice" or "exact") in a row without the field `reward`. keep_fields: whether to set
-    Row.fields. Raises UserError for a wrong file or row."""
+    """Yields (row number, Row) for each row of a file on the disk or on the Hub. default: see `problem_of`.
+    keep_fields: whether to set Row.fields. Raises UserError for a wrong file or row."""
     for number, row in read_rows(local_file(path)):
         found = problem_of(row, f"{path} row {number}", default)
         yield number, replace(found, fields=as_json(row)) if keep_fields else found
@@ -118,8 +117,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     any other row.
 
     where: file and number of the row, for the error message.
-    default: how answers are compared ("math", "choice" or "exact") if the row has no field `reward` and no
-        choices."""
+    default: the kind ("math", "choice" or "exact") of a row that has no field `reward` and no choices."""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)

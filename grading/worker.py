@@ -154,8 +154,8 @@ def _reply(*request):
             raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        # Raises an error unless UTF-8 can encode `text`. A subclass of str becomes a str, because the server
-        # does not know the classes of the user's file.
+        # encode() raises an error if UTF-8 can't encode `text`. decode() returns a plain str, because the
+        # server can't unpickle a subclass of str that the user's file defines.
         text = text.encode().decode()
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
@@ -540,9 +540,9 @@ class Grader(AbstractContextManager):
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
-        since the last call. If `stop` is not empty or `failure` is set, it waits no longer: each request
-        without an outcome gets the reason "timeout". Raises RuntimeError if the server died or stalled twice
-        in this call."""
+        since the last call. If a signal asked the run to stop (`stop`) or the run must fail (`failure`), it
+        waits no longer: requests without an outcome get the reason "timeout". A server that died or stalled
+        is replaced once; the second time, RuntimeError is raised."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False

@@ -1,6 +1,5 @@
-"""The checks at the start of a run. A failed check raises UserError, the same on every rank.
-
-In the order in which a start makes them:
+"""The checks at the start of a run, in order. A failed check raises UserError, the same on every rank. For an
+evaluation set, check_gold only prints.
 
     preflight       Do all ranks run the same program? Do they share a folder that no other run uses?
     check_same      Do all ranks read the same data and weights?

@@ -64,9 +64,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with name `device` (the driver's name) and `memory` bytes. Its speeds come from the first
-    entry of GPUS whose name (of A100-80, only A100) is part of `device`. Without such an entry, they are
-    0."""
+    """Returns a GPU with `memory` bytes and the driver's name, `device`. Its speeds are those of the first
+    entry of GPUS whose name up to the hyphen, such as A100, is in `device`; 0 if there is none."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -483,16 +482,15 @@ class Sent(NamedTuple):
 
 
 def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
-    """Returns the bytes that a rank sends inside its node and to other nodes, in a collective over `ranks`
-    ranks on `nodes` nodes. They are averages over the ranks.
+    """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes, as a mean over
+    the ranks.
 
     size: bytes of the whole tensor
     times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each
 
-    In NCCL's ring a rank sends (ranks - 1) / ranks of the tensor to the next rank (nccl-tests,
-    doc/PERFORMANCE.md, "bus bandwidth"). In a ring, only one rank of each node has its next rank on another
-    node. NCCL makes one ring for each network card, and divides the tensor among the rings. So all ranks of a
-    node together send as many bytes to other nodes as one rank sends in total."""
+    In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
+    bandwidth"). Only one rank of each node has its next rank on another node. So a node sends `total` bytes
+    to other nodes: each of its ranks / nodes ranks sends total * nodes / ranks on average."""
     total = times * size * (ranks - 1) / ranks
     outside = nodes / ranks if nodes > 1 else 0
     return Sent(total * (1 - outside), total * outside)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
-Runs bench/nullgpu/trainer.py, which says what the folder NULLGPU is. Prints a JSON line per collective of the
-sync and of each model's updates: GiB that the rank sends, counted and planned, each as [within its node, to
-other nodes]. Ends with an error if a plan is over 5 % off.
+Runs bench/nullgpu/trainer.py. NULLGPU is the folder of a stub CUDA driver, which is not in this repository.
+Prints a JSON line per collective of the sync and of each model's updates: GiB that the rank sends, counted
+and planned, each as [within its node, to other nodes]. Ends with an error if a plan is over 5 % off.
 """
 
 import torch
