@@ -232,7 +232,7 @@ class Config:
     drop_uniform: bool = False  # exclude prompts from the loss if all their responses score the same (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: often 32; any: any
+    layout: Literal["any", "debug", "production"] = "any"  # ranks: debug 8; production preset's; any --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits

@@ -143,7 +143,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     --extractor names. `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Names that a preset uses are accepted, because the user may not have the preset's data sets.
+    # A data set that a preset names is accepted without rows: the user may not have the preset's data.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -287,7 +287,7 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The text is longer than the rest of the response: the environment must return shorter texts.
+        # The text has more tokens than the response has room for: an error of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")

@@ -156,7 +156,7 @@ class FusedDecoder:
         key, value, allowed = cache.read(i)
         # With one query a row, two matrix products are faster on a CPU than scaled_dot_product_attention.
         query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
-        scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, columns)
+        scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, positions in the cache)
         scores.masked_fill_(~allowed, -torch.inf)
         out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
         return attention.o_proj(out.view(rows, -1))

@@ -794,7 +794,7 @@ def _same_named(answer, gold, prove):
     # The gold answer x+y=5 may be the equation of a line. So y=5-x is right, and 5 is wrong.
     if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
-    # If the gold answer is x=5, the equation x-5=0 is wrong, because it must still be solved.
+    # If the gold answer is x=5, the answer x-5=0 is wrong, because the equation must still be solved.
     if other or "equation" in (a.kind, b.kind):
         return bool(not needed or _variables(b.text)) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
