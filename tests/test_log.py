@@ -264,7 +264,7 @@ def wandb_records(file):
         size, kind = struct.unpack("<HB", data[at + 4:at + 7])
         record += data[at + 7:at + 7 + size]
         at += 7 + size
-        at += (-at % 32768) * (-at % 32768 < 7)  # skip a block's last bytes if a header (7 bytes) does not fit
+        at += (-at % 32768) * (-at % 32768 < 7)  # skip a block's last bytes: no room for a header (7 bytes)
         if kind in (1, 4):  # the record ends here
             yield Record.FromString(record)
             record = b""
