@@ -638,7 +638,7 @@ def remedy(case: Case) -> str:
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
     single = [*free.items(), *(("engine_share", share) for share in shares)]
     single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
-    single += [("max_num_seqs", n) for n in (256, 64)]
+    single += [("max_num_seqs", n) for n in (256, 64, 16, 8)]
     changes = [base | one for base in ({}, free) for one in ({}, *({flag: value} for flag, value in single))]
     for ranks in (case.world << doublings for doublings in range(11)):
         local = min(ranks, node)
@@ -757,7 +757,7 @@ def main() -> None:
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
     if cfg.json:
-        print(json.dumps(plan | {"verdict": verdict(case), "config": vars(cfg)}, indent=1))
+        print(json.dumps(plan | {"verdict": verdict(case), "config": vars(cfg)}))
     else:
         print(*as_text(plan), "", textwrap.fill(verdict(case), 80), sep="\n")
 
