@@ -4,14 +4,11 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
-A variant is a reference with other flags or with a patched function. The references are grpo, grpo-4 (grpo
-with four updates a step) and ppo. Variant and reference are compared on the same seeds.
+A variant is a reference recipe (grpo, grpo-4 or ppo) with other flags or a patched function. --part core has
+the variants of CLAIMS; --part all has more.
 
---part chooses the variants: core (enough for all CLAIMS), all, critic (grpo, and all variants of ppo), power
-(grpo and ppo with ten seeds), or stability (grpo and ppo with thirty seeds, on the hardest task).
-
-Finished runs are kept in bench/results/ablations.jsonl, so the same command makes only the missing runs. The
-tables go to bench/results/ablations.md. --vary keeps its runs in the file VARIED, and prints its tables."""
+Finished runs stay in bench/results/ablations.jsonl, and the tables in ablations.md. The next call makes only
+the missing runs. --vary keeps its runs in the file VARIED and prints its tables."""
 
 from __future__ import annotations
 
@@ -22,15 +19,13 @@ import json
 import math
 import os
 import random
-import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,7 +44,6 @@ from tools import tiny
 
 VARIED = ROOT / "runs/ablations-vary.jsonl"
 STEPS = 30
-HARDEST = "think"
 TASKS = {  # task -> (flags of its runs, threshold of the mean reward for `steps_to`)
     "chain": (dict(max_response_len=48), 0.3),
     "think": (dict(max_response_len=72), 0.1),
@@ -60,6 +54,7 @@ REFERENCE = replace(
     PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
     policy_lr=2e-4, lr_decay="constant", reward=("exact",), save_samples="none", keep_best="",
     aggregation="response", device="cpu", dtype="float32", max_logp_gap=100.0, go=True)
+# With one update a step the ratio is 1 and nothing is clipped. Variants of the clipping need grpo-4.
 REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
               "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
@@ -68,15 +63,14 @@ REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
 
 
 def flip_sign(cfg: Config) -> None:
-    """Negates every advantage, so the estimator is wrong."""
+    """Negates every advantage."""
     right = train.add_group_advantages
     train.add_group_advantages = lambda samples, cfg: [
         replace(s, advantage=-s.advantage) for s in right(samples, cfg)]
 
 
 def pack_mean(cfg: Config) -> None:
-    """Averages the loss over each pack and then over the packs. This is wrong if packs differ in their number
-    of responses."""
+    """Averages the loss over each pack, then over packs. Wrong if packs have unequal numbers of responses."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -91,15 +85,14 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Takes the new log-probs, with their gradient, as the old ones. So the ratio exp(new - old) is always 1,
-    and the policy gets no gradient."""
+    """Takes the new log-probs as the old ones, too. The ratio is then always 1 and has no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """Makes the engine sample with the weights of `stale` steps ago, and adds noise of standard deviation
-    `nats` to each logit. The evaluation after the last step has the newest weights and no noise."""
+    """Makes the engine sample with the weights of `stale` steps ago and with noise of standard deviation
+    `nats` on each logit. The last evaluation has the newest weights and no noise."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -116,7 +109,7 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 
 def wrong_grades(cfg: Config, share: float) -> None:
-    """Replaces each training reward r by 1 - r with probability `share`. Evaluation rewards stay right."""
+    """Replaces each training reward r by 1 - r with probability `share`."""
     right = train.rollout
 
     def rollout(*args):
@@ -130,8 +123,8 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces the function HOOKS[name] by the function `name` of the user's file (--vary). `text`, a hash of
-    the file, is not used here. It changes the run's key (see key_of), so an edited file is run again."""
+    """Replaces the function HOOKS[name] by the function `name` of the user's file. `text` is the file's hash.
+    It makes key_of differ after an edit of the file."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -148,8 +141,7 @@ HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_
 
 
 class Variant(NamedTuple):
-    """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed. Variants of
-    the clipping need the reference grpo-4: with one update a step, the ratio is 1 and nothing is clipped."""
+    """A reference recipe with other `flags`, or with code that patch(cfg, **args) has changed."""
 
     reference: str
     flags: dict[str, Any] = {}
@@ -158,14 +150,13 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant of `reference` with the preset's values of `fields`. `flags` override them."""
+    """Returns a variant with the preset's values of `fields`. `flags` override them."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
 
 def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
-    """Returns GRPO with the patch engine_gap(stale, nats). mismatch: the correction in the loss (--mismatch).
-    high: the largest allowed weight of this correction."""
+    """Returns GRPO with engine_gap(stale, nats). mismatch, high: --mismatch and its largest weight."""
     flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
     return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
@@ -254,8 +245,8 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns a hash of a run's settings and patch, by which finished runs are found. Settings with their
-    default value are left out, so a new setting in configs.py does not change the hash."""
+    """Returns the hash of a run's settings and patch, by which finished runs are found. It leaves out
+    settings with default values, so that a new field of Config does not change it."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -266,8 +257,7 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run and writes the results to `file`. Must be called in a new process, because a variant
-    patches the code."""
+    """Trains one run and writes its results to `file`. Needs a new process, because it patches modules."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -301,8 +291,8 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns a run's results: held-out accuracy before and after training (None if not measured), the values
-    of each metric of KEPT at all steps, and the first 20 alarms as (step, text)."""
+    """Returns held-out accuracy before and after training (None if not measured), the metrics of KEPT at all
+    steps, and the first 20 alarms as (step, text)."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -337,7 +327,7 @@ def keep(name: dict, file: Path, status: int, results: Path) -> str:
 
 # --- statistics
 
-# Student's t for a two-sided 95 % interval of the mean of 2 to 30 values (1 to 29 degrees of freedom).
+# Student's t for 95 % intervals of means of 2 to 30 values.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
          2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
          2.045)
@@ -357,8 +347,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values, with a 95 % interval by Student's t. The table T_975 ends at 30
-    values, so with more values the interval is a little too wide."""
+    """Returns the mean of independent values, with a 95 % interval by Student's t."""
     n = len(values)
     half = T_975[min(n, 30) - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
@@ -374,24 +363,14 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended early, or lost half of its reward: the mean reward of the last five steps
-    is below half of the best such mean."""
+    """Returns whether a run ended early, or its last five steps have less than half of the best mean reward
+    of five steps."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
 
-def alarms_before(row: dict) -> list[str]:
-    """Returns the texts of a run's alarms up to its collapse, or of all its alarms if it did not collapse.
-    From the collapse on, the mean reward of the last five steps stays below half of the best such mean."""
-    means = means_of_five(row)
-    high = [i for i, mean in enumerate(means) if mean >= max(means) / 2]
-    lost = high[-1] + 5 if collapsed(row) and high else STEPS
-    return [text for step, text in row["alarms"] if step <= lost]
-
-
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step at which the mean reward of three steps reaches `threshold`; STEPS if no step
-    does."""
+    """Returns the first step at which the mean reward of three steps reaches `threshold`, else STEPS."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
@@ -409,18 +388,12 @@ Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean difference of `measure`, variant minus reference, over pairs of runs with the same
-    base model and seed. Returns None if there is no such pair."""
+    """Returns the mean of `measure`, variant minus reference, over pairs of runs with the same base model and
+    seed. Returns None if there is no pair."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[key], task) - f(theirs[key], task) for key in sorted(ours.keys() & theirs.keys())]
     return estimate(gaps) if gaps else None
-
-
-def seeds_needed(deviation: float, gap: float = 0.02) -> int:
-    """Returns the number of seeds needed to detect a difference of `gap` at the 5 % level with 80 % power.
-    `deviation`: standard deviation of the difference between two runs with the same seed."""
-    return max(2, math.ceil(((1.96 + 0.84) * deviation / gap) ** 2))
 
 
 # --- claims
@@ -429,8 +402,8 @@ def seeds_needed(deviation: float, gap: float = 0.02) -> int:
 class Claim(NamedTuple):
     """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
 
-    why: text for the report if the runs of a task disagree with the claim: a possible cause
-    unclear: text for the report if the verdict is "can't tell" on every task: the cause"""
+    why: a possible cause if the runs disagree with the claim
+    unclear: the cause if the verdict is "can't tell" on every task"""
 
     text: str
     source: str
@@ -447,9 +420,7 @@ CLAIMS = (
     Claim("λ = 1 is better than 0.95", f"{ORZ}, ablations", "ppo", "lam-0.95", 1),
     Claim("a KL penalty hurts", f"{ORZ}, ablations", "kl-loss-0.1", "ppo", -1),
     Claim("PPO collapses less than GRPO", f"{ORZ}, key findings", "ppo", "grpo", -1, "collapsed"),
-    Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1, why="The critic starts with "
-          "a random head and learns for 30 steps; ORZ's critic learns for hundreds. PPO's accuracy depends "
-          "on the critic's training: see the claims about critic-warm-up and critic-1."),
+    Claim("PPO ends higher than GRPO", f"{ORZ}, key findings", "ppo", "grpo", 1),
     Claim("12 critic updates are better than 1", f"{ORZ}, settings", "ppo", "critic-1", 1),
     Claim("a critic that learns first helps", "VC-PPO 2503.01491", "critic-warm-up", "ppo", 1),
     Claim("GRPO's mean over responses makes wrong responses longer", f"{DR}, sec. 3.1", "grpo", "dr-grpo", 1,
@@ -464,8 +435,7 @@ CLAIMS = (
     Claim("dynamic sampling takes more samples", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", 1, "samples"),
     Claim("DAPO's four parts together raise accuracy", f"{DAPO_PAPER}, tab. 1", "dapo", "grpo-4", 1),
     Claim("one ratio per response raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
-          why="GSPO's clip range of 0.0003 is for long responses and small learning rates. Here it stops the "
-          "gradient of a third of the tokens."),
+          why="Here GSPO's clip range of 0.0003 stops the gradient of a third of the tokens."),
     Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1, "steps"),
     Claim("samples from old weights lower accuracy", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
     Claim("TIS helps if samples are from old weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
@@ -478,14 +448,13 @@ CLAIMS = (
     *(Claim("a deliberate bug lowers accuracy", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
     Claim("a deliberate bug lowers accuracy", "ours", "wrong-pack-mean", "grpo", -1,
-          unclear="The bug averages packs' means. All packs have nearly the same number of responses, so the "
-          "result is nearly right. tests/test_ranks.py compares gradients and finds this bug."),
+          unclear="The bug averages packs' means. Here packs have nearly equal numbers of responses."),
 )
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" if `found` has the sign of the claim (1: higher, -1: lower), else "**disagrees**".
-    Returns "can't tell" if its 95 % interval contains 0, or with fewer than three pairs of runs."""
+    """Returns "agrees" if `found` has the claim's sign, else "**disagrees**". Returns "can't tell" if the
+    95 % interval contains 0, or with fewer than three pairs."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -494,18 +463,20 @@ def verdict(found: Estimate, sign: int) -> str:
 # --- tables
 
 NAMES = (
-    "## Names of the variants", "",
-    "- `lam-0.95`, `temperature-0.6`, …: the flag has this value. `4x32`: 4 prompts a step, 32 samples each.",
-    "- `grpo-4`: 4 updates a step. `passes-2-clip-0.28`: 2 passes over the samples, and `--clip_high 0.28`.",
+    "", "## Names of the variants", "",
+    "- `lam-0.95`, `temperature-0.6`, …: the flag has this value.",
+    "- `4x32`: 4 prompts a step, 32 samples each. `grpo-4`: 4 updates a step.",
+    "- `passes-2-clip-0.28`: 2 passes over the samples, and `--clip_high 0.28`.",
     "- `critic-1`: 1 critic update a step, not 12. `critic-warm-up`: steps 0 to 2 train only the critic.",
     "- `kl-loss-0.1`, `kl-reward-0.1`: a KL term with weight 0.1, in the loss or in the reward.",
     "- `resample`: replaces prompts whose samples score the same. `dapo-without-…`: DAPO without one part.",
-    "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: engine's logits + noise of deviation 0.3.",
+    "- `stale-4`: samples from weights 4 steps old. `noise-0.3`: noise of deviation 0.3 on logits.",
     "- `stale-4-tis-2`: `stale-4` with `--mismatch token-truncate` (TIS) and importance weights up to 2.",
-    "- Other endings: `-sequence` means `--mismatch sequence-truncate`, `-mask` means `--mismatch token-"
-    "mask` (IcePop), `-sequence-mask` means `--mismatch sequence-mask` (MIS).",
-    "- `wrong-sign`, `wrong-pack-mean`, `wrong-stale-weights` (samples only from the base model) and "
-    "`wrong-no-stop-gradient` are bugs on purpose. `wrong-grades-0.1`: 10 % of training rewards are wrong.",
+    "- `-sequence`: `--mismatch sequence-truncate`. `-mask`: `--mismatch token-mask` (IcePop).",
+    "- `-sequence-mask`: `--mismatch sequence-mask` (MIS).",
+    "- `wrong-sign`, `wrong-pack-mean` and `wrong-no-stop-gradient` are deliberate bugs.",
+    "- `wrong-stale-weights`: a deliberate bug; samples come only from the base model.",
+    "- `wrong-grades-0.1`: 10 % of the training rewards are wrong.",
     "")
 
 
@@ -514,31 +485,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    rows, notes, missing = [], [], []
+    rows, notes = [], []
     for claim in CLAIMS:
-        verdicts = set()
+        cells, verdicts = [], set()
         for task in tasks:
             found = difference(runs, task, claim.variant, claim.reference, claim.measure)
-            if not found:
-                missing.append(f"{claim.variant} against {claim.reference} on {task}")
-                continue
-            said = verdict(found, claim.sign)
-            compared = f"{claim.measure}: {claim.variant} minus {claim.reference}"
-            rows.append((claim.text, claim.source, task, compared, found, found.n, said))
+            said = verdict(found, claim.sign) if found else ""
+            cells.append(f"{said}: {found}" if found else "not run")
             verdicts.add(said)
             if said == "**disagrees**":
                 notes.append(f"- Contradicted on {task}: \"{claim.text}\". {claim.why or 'Cause unknown.'}")
+        rows.append((claim.text, claim.source, f"{claim.measure}: {claim.variant} minus {claim.reference}",
+                     *cells))
         if claim.unclear and verdicts == {"can't tell"}:
-            notes.append(f"- Undecided on all tasks: \"{claim.text}\", {claim.variant}. {claim.unclear}")
-    head = ("claim", "source", "task", "what was compared",
-            "mean difference ± half of the 95 % interval", "pairs of runs", "verdict on the claim")
-    return [*table(head, rows), "", *notes, "",
-            f"No verdict, because runs are missing: {'; '.join(missing) or 'none'}."]
-
-
-LEGEND = (
-    "The differences use only pairs of runs with the same seed and base model. So if a reference has more "
-    "runs than a variant, their difference is not that of the two mean accuracies.")
+            notes.append(f"- Undecided on all tasks: {claim.variant}. {claim.unclear}")
+    return [*table(("claim", "source", "difference", *tasks), rows), "", *notes]
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
@@ -549,10 +510,8 @@ def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]
             continue
         accuracy = fmean(MEASURES["accuracy"](row, task) for row in found)
         gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
-        rows.append((name, variant.reference, len(found), f"{accuracy:.3f}", gap or "",
-                     sum(map(collapsed, found))))
-    head = ("variant", "reference", "runs", "mean accuracy",
-            "accuracy minus that of the reference ± half of the 95 % interval", "collapsed runs")
+        rows.append((name, len(found), f"{accuracy:.3f}", gap or "", sum(map(collapsed, found))))
+    head = ("variant", "runs", "mean accuracy", "minus the reference's accuracy", "collapsed runs")
     return table(head, rows)
 
 
@@ -561,112 +520,49 @@ RECIPES = ("ppo", "grpo", "orz-grpo", "dr-grpo", "rloo", "reinforce++", "reinfor
 
 
 def recipes_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
-    rows, notes = [], []
-    for task in tasks:
-        there = [name for name in RECIPES if len(runs.get((task, name), {})) > 2]
-        gaps = {(a, b): difference(runs, task, a, b) for a in there for b in there if a != b}
-        told = {pair for pair, gap in gaps.items() if gap and verdict(gap, 1) != "can't tell"}
-        for a in there:
-            found = estimate([MEASURES["accuracy"](row, task) for row in runs[task, a].values()])
-            higher, lower = (", ".join(b for b in there if (a, b) in told and gaps[a, b].mean * sign > 0)
-                             for sign in (1, -1))
-            rows.append((task, a, found.n, f"{found.mean:.3f} ± {found.half:.3f}", higher, lower))
-        pairs = len(gaps) // 2
-        notes.append(f"{task}: {len(told) // 2} of {pairs} pairs differ. If all recipes were equal, "
-                     f"{pairs / 20:.0f} would differ by chance.")
-    head = ("task", "recipe", "runs", "accuracy ± half of the 95 % interval", "clearly higher than",
-            "clearly lower than")
-    return [*table(head, rows), "", *notes]
-
-
-def stability_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
     rows = []
-    for task in tasks:
-        for name in ("grpo", "ppo"):
-            found = list(runs.get((task, name), {}).values())
-            if len(found) < 20:
-                continue
-            lost = [row for row in found if collapsed(row)]
-            kept = [row for row in found if not collapsed(row)]
-            rows.append((task, name, len(found), len(lost), alarm_kinds(lost), alarm_kinds(kept)))
-    head = ("task", "recipe", "runs", "collapsed runs", "alarms before a collapse",
-            "alarms of runs without a collapse")
-    return table(head, rows) if rows else ["Not run."]
+    for name in RECIPES:
+        cells = []
+        for task in tasks:
+            found = runs.get((task, name), {}).values()
+            mean = estimate([MEASURES["accuracy"](row, task) for row in found]) if found else None
+            cells.append(f"{mean.mean:.3f} ± {mean.half:.3f}" if mean else "")
+        rows.append((name, *cells))
+    return table(("recipe", *tasks), rows)
 
 
-def alarm_kinds(rows: Sequence[dict]) -> str:
-    """Returns the four most frequent kinds of alarms before a collapse, each with the number of runs that had
-    it. A kind is an alarm's text up to the first comma or semicolon, with N in place of numbers."""
-    kinds = Counter()
-    for row in rows:
-        kinds.update({re.sub(r"\d[\d.]*", "N", re.split("[,;]", text)[0]) for text in alarms_before(row)})
-    most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:4]
-    return ", ".join(f"{kind} ({n})" for kind, n in most) or "–"
-
-
-def power_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
+def variants_table(runs: Runs, tasks: Sequence[str], variants: dict[str, Variant]) -> list[str]:
     rows = []
-    for task in tasks:
-        for reference in REFERENCES:
-            found = [row["accuracy"] or 0.0 for row in runs.get((task, reference), {}).values()]
-            if len(found) < 3:
-                continue
-            halves = [gap.half * math.sqrt(gap.n) / T_975[gap.n - 2] for name, v in variants.items()
-                      if v.reference == reference and name != reference
-                      and (gap := difference(runs, task, name, reference)) and gap.n > 2]
-            paired = median(halves) if halves else None  # no mean: a few variants diverge and would decide it
-            own = stdev(found)
-            of_pairs = (f"{paired:.3f}", seeds_needed(paired)) if halves else ("–", "–")
-            rows.append((task, reference, len(found), f"{own:.3f}", of_pairs[0],
-                         seeds_needed(math.sqrt(2) * own), of_pairs[1]))
-    head = ("task", "recipe", "runs", "standard deviation of the recipe's accuracy",
-            "standard deviation of a variant minus the recipe, on the same seed (median over variants)",
-            "runs needed of each, different seeds", "runs needed of each, same seeds")
-    return table(head, rows)
+    for name, variant in variants.items():
+        gaps = [difference(runs, task, name, variant.reference) for task in tasks]
+        if name not in REFERENCES and any(gaps):
+            rows.append((name, variant.reference, *(gap or "" for gap in gaps)))
+    return table(("variant", "reference", *tasks), rows)
 
 
 def report(runs: Runs) -> str:
-    tasks, variants = tasks_of(runs), matrix()
-    planned, made = 5 * len(TASKS) * len(variants), sum(
-        seed < 5 for found in runs.values() for seed in {seed for _, seed in found})
-    rows = {task: [row for (t, _), seeds in runs.items() if t == task for row in seeds.values()]
-            for task in tasks}
-    base = ", ".join(f"{task} {fmean(r['base'] for r in found if r['base'] is not None):.3f}"
-                     for task, found in rows.items() if found)
-    seconds = fmean(r["cpu_seconds"] for found in rows.values() for r in found)
+    tasks = tasks_of(runs)
     lines = [
         "# Claims, tested on tasks for a laptop", "",
-        f"`python -m bench.ablations` wrote this file. {made} of the {planned} runs of `--part all --seeds "
-        "5` are finished.", "",
-        f"- A run has {STEPS} steps of {REFERENCE.samples_per_step} samples. bench/tasks.py shows the tasks.",
-        "- Accuracy is measured after the last step: 512 held-out problems, two samples each, temperature 1.",
-        "- ± is half of a 95 % interval. If two variants are equally good, one interval in 20 excludes 0.",
-        "- A difference is a mean over pairs of runs with the same base model and seed. Its interval can "
-        "exclude 0 although the intervals of the two accuracies overlap.",
-        "- On countdown, ppo and its variants ran on CPU A, all other variants on CPU B, grpo on both. "
-        "The base models of A and B differ by rounding. So ppo is compared only with the grpo runs on A.",
-        "- A run has collapsed if it ended early, or if the mean reward of the last five steps is below half "
-        "of the best mean of five steps. The accuracy of a run that ended early counts as 0.", "",
-        f"Accuracy of the base models: {base}. A run took {seconds:.0f} CPU seconds on average.", "",
+        f"`python -m bench.ablations` wrote this file. A run has {STEPS} steps of "
+        f"{REFERENCE.samples_per_step} samples. bench/tasks.py shows the tasks.", "",
+        "- Accuracy is that of 512 held-out problems, two samples each, after the last step.",
+        "- A run that ended early has accuracy 0. It counts as collapsed.",
+        "- A run has also collapsed if its last five steps have less than half of the best mean reward.",
+
+        "- A difference is a mean over pairs of runs with the same base model and seed.",
+        "- ± is half of a 95 % interval. Without a real difference, one interval in 20 excludes 0.",
+        "- On countdown, ppo and its variants have another base model than the rest. grpo has runs with both "
+        "base models.",
+
         *NAMES, "## Claims", "",
         "The verdict is `can't tell` if the 95 % interval contains 0, or with fewer than 3 pairs.", "",
         *claims_table(runs, tasks), "",
-        "## Recipes against one another", "",
-        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one. A is clearly higher "
-        "than B if the 95 % interval of the differences, A minus B on the same seed, is above 0, and clearly "
-        "lower if it is below 0. The lines below the table count the pairs with such a difference.", "",
+        "## Accuracy of recipes", "",
+        "grpo-4, gspo, cispo and dapo make four policy updates a step, all others one.", "",
         *recipes_table(runs, tasks), "",
-        "## Stability", "",
-        "Alarms are warnings about metrics (guard/alarms.py). `(7)` after an alarm: seven runs had it. N "
-        "stands for the numbers in an alarm's text.", "",
-        *stability_table(runs, tasks), "",
-        "## How many seeds show a difference of 2 points", "",
-        "\"48 runs needed of each\": 48 runs of the recipe and 48 of the variant find a true difference of "
-        "0.02 with 80 % probability.", "",
-        *power_table(runs, tasks, variants), "",
-        "## All variants", "", LEGEND]
-    for task in tasks:
-        lines += ["", f"### {task}", "", *task_table(runs, task, variants)]
+        "## Accuracy of all variants, minus that of the reference", "",
+        *variants_table(runs, tasks, matrix())]
     return "\n".join(lines) + "\n"
 
 
@@ -678,8 +574,8 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs, without those whose settings have changed since. keys: (task, variant, seed)
-    -> hash of the present settings (see key_of). vary: also reads VARIED, the runs that --vary made."""
+    """Returns the finished runs whose settings are unchanged. keys: (task, variant, seed) -> key_of. vary:
+    whether to read VARIED, too."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):
@@ -690,8 +586,8 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """Returns two variants for --vary: the reference, and the reference with the user's function. spec:
-    FILE.py:FUNCTION. Raises UserError if the file is missing or HOOKS has no such function."""
+    """Returns two variants: the reference, and the reference with the user's function FILE.py:FUNCTION.
+    Raises UserError if the file is missing or HOOKS has no such function."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
@@ -705,10 +601,6 @@ def varied(spec: str) -> dict[str, Variant]:
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
     if args.vary:
         return varied(args.vary), args.seeds
-    if args.part == "critic":
-        return {n: v for n, v in matrix().items() if n == "grpo" or v.reference == "ppo"}, args.seeds
-    if args.part in ("power", "stability"):
-        return {name: CORE[name] for name in ("grpo", "ppo")}, {"power": 10, "stability": 30}[args.part]
     variants = CORE if args.part == "core" else matrix()
     return {n: v for n, v in variants.items() if not args.only or n in args.only}, args.seeds
 
@@ -719,8 +611,8 @@ def tasks_of(runs: Runs) -> list[str]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="core", choices=("core", "all", "critic", "power", "stability"))
-    parser.add_argument("--tasks", nargs="*", choices=TASKS, help=f"default: all; for stability: {HARDEST}")
+    parser.add_argument("--part", default="core", choices=("core", "all"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
     parser.add_argument("--only", nargs="*", help="names of the variants to run")
@@ -733,13 +625,12 @@ def parse_args() -> argparse.Namespace:
     known = matrix() if args.part == "all" else CORE
     unknown = sorted(set(args.only or ()) - known.keys())
     require(not unknown, f"--only {' '.join(unknown)} with --part {args.part}", f"some of {', '.join(known)}")
-    args.tasks = args.tasks or ([HARDEST] if args.part == "stability" else list(TASKS))
     return args
 
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
-    """Returns (task, variant's name, seed) -> (config, Variant) of every possible run. Runs of seed 0 come
-    first. base: task -> folder of the task's base model."""
+    """Returns (task, variant's name, seed) -> (config, Variant) of every possible run. base: task -> folder
+    of its base model."""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 
@@ -766,7 +657,7 @@ def main() -> None:
     keys = {name: key_of(*run) for name, run in plan.items()}
     runs = read_runs(keys, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
     if args.vary:
-        print(LEGEND)
+        print("A difference is a mean over pairs of runs with the same seed; ± is half of a 95 % interval.")
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
     else:

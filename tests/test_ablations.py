@@ -119,26 +119,6 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
     assert ablations.collapsed(row(None, up))
 
 
-def test_alarms_count_that_came_before_half_of_the_reward_was_lost():
-    """At step 12 the mean of the last five rewards falls under half of its best. Later alarms don't count."""
-    alarms = [(3, "early, at 0.1"), (12, "in time; at 5"), (20, "too late")]
-    lost = row(0.1, [0.8] * 10 + [0.0] * 20) | {"alarms": alarms}
-    assert ablations.alarms_before(lost) == ["early, at 0.1", "in time; at 5"]
-    kept = row(0.8, [0.8] * 30) | {"alarms": alarms}
-    assert len(ablations.alarms_before(kept)) == 3
-    runs = {("think", "grpo"): {seed: lost if seed < 5 else kept for seed in range(20)}}
-    line = ablations.stability_table(runs, ["think"])[-1]
-    assert line.startswith("| think | grpo | 20 | 5 |") and "early (5), in time (5) | early (15)" in line
-
-
-def test_recipes_differ_by_more_than_their_intervals():
-    runs = {("chain", name): {seed: row(mean + 0.01 * seed % 0.03) for seed in range(5)}
-            for name, mean in {"ppo": 0.5, "grpo": 0.501, "dapo": 0.8}.items()}
-    table = ablations.recipes_table(runs, ["chain"])
-    assert [line.split("|")[5].strip() for line in table[2:5]] == ["", "ppo", "ppo, grpo"]
-    assert table[-1].startswith("chain: 3 of 3 pairs differ")
-
-
 def test_the_committed_tables_are_those_of_the_committed_runs():
     """The committed tables show the committed runs. To update the tables, run `python -m bench.ablations`."""
     rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
