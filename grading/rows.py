@@ -3,8 +3,7 @@ r"""Reads problems and gold answers from data files in many formats.
     for number, row in problem_rows("train.jsonl", "math"):
         row.turns, row.answer, row.kind
 
-A file is JSON, JSONL or Parquet, on the disk or in a data set of the Hugging Face Hub. `problem_of`
-recognises the format of a row by the names of its fields:
+A file is JSON, JSONL or Parquet, on the disk or on the Hugging Face Hub. Formats of a row:
 
     plain, TRL            prompt (text or turns); answer, ground_truth or solution
     Open-Reasoner-Zero    [{from, value}, {from, ground_truth: {value}}], or prompt (turns) and final_answer
@@ -14,10 +13,10 @@ recognises the format of a row by the names of its fields:
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
 
-Any row may also have these fields:
+Optional fields:
 
     reward                    how answers are compared: "math", "choice" or "exact"
-    dataset or data_source    name of a data set; --reward and --extractor can differ for each data set
+    dataset or data_source    name of a data set, for --reward and --extractor
 
 A wrong row raises a UserError that names file and row.
 """
@@ -40,19 +39,18 @@ from typing import Any
 from configs import UserError, data_file, require
 from grading.answers import KINDS, extract, grade
 
-# Names of the problem's field and of the gold answer's field. The first field that is not null is used.
+# Names of the problem's field and of the gold answer's field. The first that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# In data converted from CSV, a list or an object is often written as text. A row with such a text would be
-# misread, so it is refused. These two patterns find it.
+# Lists and objects written as text, as in data converted from CSV. Such rows are refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
-# Characters to strip from the ends of a text: spaces, NUL, and characters without width.
+# Spaces, NUL, and characters without width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
@@ -78,8 +76,8 @@ class Row:
 
 
 def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row]]:
-    """Yields (row number, Row) for each row of a file on the disk or on the Hub. default: see `problem_of`.
-    keep_fields: whether to set Row.fields. Raises UserError for a wrong file or row."""
+    """Yields (row number, Row) for each row of a file. Raises UserError for a wrong file or row.
+    default: see `problem_of`. keep_fields: whether to set Row.fields"""
     for number, row in read_rows(local_file(path)):
         found = problem_of(row, f"{path} row {number}", default)
         yield number, replace(found, fields=as_json(row)) if keep_fields else found
@@ -92,8 +90,8 @@ def as_json(row: Any) -> str:
 
 
 def local_file(path: str) -> str:
-    """Returns the path of a local file. A file of a data set on the Hub (OWNER/NAME:FILE) is downloaded,
-    unless the Hub's cache has the file. Raises UserError if the download fails."""
+    """Returns the path of a local file. A file on the Hub (OWNER/NAME:FILE) is downloaded to the Hub's cache.
+    Raises UserError if the download fails."""
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match:
         return path
@@ -113,11 +111,10 @@ def local_file(path: str) -> str:
 
 
 def problem_of(row: Any, where: str, default: str = "math") -> Row:
-    """Returns the problem of a row in one of the formats listed at the top of this file. Raises UserError for
-    any other row.
+    """Returns the problem of a row in one of the formats above. Raises UserError for any other row.
 
-    where: file and number of the row, for the error message.
-    default: the kind ("math", "choice" or "exact") of a row that has no field `reward` and no choices."""
+    where: file and number of the row, for the error message
+    default: the kind ("math", "choice" or "exact") of a row without the field `reward` and without choices"""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
@@ -134,9 +131,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # The row may have choices although its kind is not "choice". Then a number as gold answer may be the
-        # index of a choice. But a response states the choice's text, so every response would be graded wrong.
-        # Therefore the row is refused, unless the number is also the text of a choice.
+        # In a row with choices, a number may be the index of a choice. Responses state the choice's text, so
+        # all of them would be graded wrong.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -150,9 +146,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """Returns the row as a dict. A row of Open-Reasoner-Zero's training data is a list of turns; it becomes a
-    dict with the turns as "prompt" and the gold answer as "answer". Returns {} for a row that is neither dict
-    nor list."""
+    """Returns the row as a dict; {} if the row is neither dict nor list. In Open-Reasoner-Zero a row is a
+    list of turns, one of which has the gold answer."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
@@ -162,7 +157,7 @@ def _fields(row):
 
 
 def _first(fields, *names):
-    """Returns the value of the first field in `names` that is not None; None if all of them are missing."""
+    """Returns the value of the first field in `names` that is not None; else None."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
@@ -177,10 +172,8 @@ def _check_text(text, name, value, row, where):
 
 
 def _turns(prompt, where):
-    """Returns the turns of a conversation as pairs (role, content). A `prompt` of type str is one turn of the
-    user. The assistant's turns at the end are an example response, so they are left out. Returns () if
-    `prompt` is neither str nor list. Raises UserError for a turn that can't be read, and if the last turn is
-    not the user's."""
+    """Returns a prompt as pairs (role, content); () if the prompt is neither str nor list. The assistant's
+    turns at the end are an example response and are left out."""
     if isinstance(prompt, str):
         turns = TURNS_AS_TEXT.fullmatch(prompt)
         require(not turns, f"{where} has a conversation as text", "a list of turns, not a text")
@@ -203,8 +196,7 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the name of the row's data set; "" if the row has no such name. In Open-Instruct RLVR the name
-    is a list of one text. verl calls the field data_source."""
+    """Returns the name of the row's data set, or "". In Open-Instruct RLVR the name is a list of one text."""
     value = _first(fields, "dataset", "data_source")
     if isinstance(value, list) and len(value) < 2:
         value = value[0] if value else None
@@ -217,8 +209,7 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """Returns the value of the row's answer field. If it is a dict, returns its `ground_truth` or `value`. If
-    it is a list of one value, returns this value."""
+    """Returns the row's gold answer, which may be inside a dict or a list of one value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -242,9 +233,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if the row has none. If the text has a box or `####`, returns
-    only the content of the last box or the text after `####`. Raises UserError if a worked solution has
-    neither."""
+    """Returns the gold answer as text; None if the row has none. If the text has a box or `####`, returns the
+    content of the last box or the text after `####`."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -259,8 +249,7 @@ def _answer(fields, where):
     if marked and "\n" not in last.strip():
         return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):
-        # In TRL's format, `solution` may be the answer alone. A text of four or more words is read as a
-        # worked solution.
+        # In TRL's format, `solution` may be the answer alone. A text of four words is a worked solution.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
     return text
@@ -272,9 +261,8 @@ def _form(text):
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns lines about rows that may have wrong gold answers. Most gold answers of a file are in one place
-    (Row.form): in a box, after ####, or the whole text. For each other place there is a line. Another line is
-    about math problems whose answer has several words. rows: (number, Row) of one file"""
+    """Returns lines about rows that may have wrong gold answers: Row.form is not as in most rows, or a math
+    problem's answer has several words. rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
     odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]
@@ -298,12 +286,11 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text; {} if the row has no choices. Raises UserError if a choice
-    is not a text, or if there are more than 26 choices."""
+    """Returns the row's choices: letter -> text; {} if the row has no choices."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # Parquet has all rows' letters in each row, the lacking ones null
+    elif isinstance(choices, dict):  # in Parquet, missing letters are null
         choices = {letter: text for letter, text in choices.items() if text is not None}
     texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
@@ -313,8 +300,8 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """Returns the problem's text followed by a line `A. text` for each choice. Returns `text` unchanged if
-    `text` already lists these choices. Raises UserError if `text` lists other choices."""
+    """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices. Raises
+    UserError if `text` lists other choices."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
@@ -326,17 +313,15 @@ def _with_choices(text, choices, where):
 
 
 def _letter_of(gold, fields, choices, where):
-    """Returns the letter of the right choice. `gold` may be an index from 0, a letter, or the text of a
-    choice. Raises UserError unless `gold` names exactly one choice."""
+    """Returns the letter of the right choice. gold: an index from 0, a letter, or the text of a choice"""
     if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
         found = list(choices)[int(index[1]):][:1] if index else []
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # With the choices {"A": "B", "B": "C"}, the answer "B" is read as a letter, because the row names its
-        # letters. With the choices ["B", "C"], the answer "B" is an error: it may be the letter of the second
-        # choice or the text of the first.
+        # With the choices {"A": "B", "B": "C"}, the answer "B" is a letter. With the choices ["B", "C"], the
+        # answer "B" is refused: it may be a letter or a text.
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
@@ -349,7 +334,7 @@ def _letter_of(gold, fields, choices, where):
 
 @dataclass(frozen=True, slots=True)
 class JsonNumber:
-    """A number from a JSON file, as text, so that 1.10 does not become 1.1."""
+    """A number from a JSON file. Its text keeps the digits: 1.10 does not become 1.1."""
 
     text: str
 
@@ -363,9 +348,8 @@ BOM = b"\xef\xbb\xbf"
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl or .parquet file.
-
-    `number` starts at 1. If each line is a row, it is the line number. Numbers in JSON rows are JsonNumber
-    objects, which keep the digits. Raises UserError if the file has no row or can't be read."""
+    number: from 1, with empty lines counted. Numbers in JSON rows are JsonNumber objects. Raises UserError if
+    the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)
@@ -404,8 +388,7 @@ def _list_rows(file):
 
 @contextlib.contextmanager
 def _errors_named(where):
-    """Context manager that turns an error in reading rows into a UserError. where: the file and row to name
-    in the message."""
+    """Context manager that turns errors into a UserError. where: file and row, for the message"""
     try:
         yield
     except Exception as e:  # json and pyarrow raise many types of errors
