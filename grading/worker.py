@@ -1,7 +1,6 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
-The trainer itself compares numbers, units, sets and words. math-verify compares expressions. On some
-responses math-verify hangs, fills the memory or crashes, so it runs in other processes:
+On some responses math-verify hangs, fills the memory or crashes, so it runs in other processes:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ chunks (JSON)     ┌──────────────────────────┐ fork  ┌────────────────────────┐
@@ -10,17 +9,12 @@ responses math-verify hangs, fills the memory or crashes, so it runs in other pr
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
-The trainer can't fork the workers, because a process with CUDA and threads must not fork. So a server forks
-them. If the server dies or stalls, the Grader starts another server and sends all requests without an outcome
-again. If the trainer dies, the server and its workers end.
+A process with CUDA and threads must not fork, so a server forks the workers.
 
 Departures from Open-Reasoner-Zero:
 
-- ORZ's comparison ignores punctuation and accepts substrings: `1,2` equals `12`, and `5` equals
-  `5\text{ or }7`. Ours does not.
-- ORZ's timeout of one second includes the wait in the queue, so right answers fail on a busy machine. Our
-  deadline counts the worker's CPU time, so a reward does not depend on how busy the machine is.
-- Each of our grades has a reason, one of REASONS.
+- ORZ's comparison ignores punctuation and accepts substrings: `1,2` equals `12`. Ours does not.
+- ORZ's timeout includes the wait in the queue. Our deadline counts the worker's CPU time.
 """
 
 import ctypes
@@ -51,39 +45,38 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
-MAX_ANSWER = 2000  # characters of an answer; a longer one would be slow to parse, so it counts as "unparsed"
+MAX_ANSWER = 2000  # characters of an answer; a longer answer counts as "unparsed"
 MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
-CACHE = 16_384  # maximum number of cached grades; the samples of a prompt often have the same answer
-MAX_REPLY = 200_000  # maximum number of characters of a text that an environment returns
-CHUNK = 16  # maximum number of requests in a chunk; each chunk is one message to a worker and costs 0.2 ms
-LARGEST = 3.4028234e38  # largest absolute value of a custom reward: a pack stores rewards as float32
-MAX_TASKS = 250  # after this number of chunks a worker ends and is replaced, because its sympy caches grow
-ENDED = 222  # exit status of a worker that ends after MAX_TASKS chunks; see _Worker
-WALL = 4  # a deadline counts CPU time; a worker that sleeps is killed after 4 deadlines of wall time
-LATE = 8  # the run ends if users' functions time out, or end a worker, this number of times in a row
-TELL = 10  # after each 10 seconds, a Grader says what it waits for
+CACHE = 16_384  # maximum number of cached grades
+MAX_REPLY = 200_000  # maximum number of characters of an environment's text
+CHUNK = 16  # maximum number of requests in a chunk, which is one message to a worker
+LARGEST = 3.4028234e38  # largest float32; a pack stores rewards as float32
+MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
+ENDED = 222  # exit status of a worker after MAX_TASKS chunks
+WALL = 4  # a worker that sleeps is killed after this number of deadlines of wall time
+LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
+TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
-# Starts the server. A user's file may import its own modules named `grading` and `configs`. So `serve` takes
-# ours out of sys.modules, and this file runs under the name __main__.
+# Starts the server as __main__, because `serve` takes torz's `grading` and `configs` out of sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
-START = 300  # a server may need this number of seconds to start, because network disks are slow
+START = 300  # seconds that a server may need to start from a slow disk
 
-# A request that the trainer sends to a worker. Its first entry says what the worker does. kind: one of KINDS.
-#     "compare", answer, gold, kind                call answers.grade(answer, gold, kind)
-#     "score", function, response, gold, kind      call a user's reward function by position
-#     "score", function, JSON                      call a user's reward function by name, with a JSON object
-#     "reply", function, problem, text, turn       call the environment; turn: number of the turn, from 1
+# A request to a worker:
+#     "compare", answer, gold, kind                call answers.grade
+#     "score", function, response, gold, kind      call a reward function by position
+#     "score", function, JSON                      call a reward function by name
+#     "reply", function, problem, text, turn       call the environment; turn: from 1
 Request = tuple
 
 
 class Grade(NamedTuple):
     """The grade of a response.
 
-    reward: 1.0 or 0.0; a custom reward may return any finite float32
+    reward: 1.0 or 0.0; from a custom reward, any finite float32
     reason: one of REASONS
-    answer: the answer that was found in the response; None if no answer was found"""
+    answer: the answer in the response; None if no answer was found"""
     reward: float
     reason: str
     answer: str | None
@@ -92,20 +85,18 @@ class Grade(NamedTuple):
 class Reply(NamedTuple):
     """The answer of an environment (--env) to a turn of the policy.
 
-    text: the text to append to the response, before the policy's next turn. None ends the response.
-    reward: the reward of the response, in place of its grade. None: the response is graded as usual.
-    done: True ends the response without appending `text`.
+    text: what to append to the response; None ends the response
+    reward: the response's reward; None: the response is graded as usual
+    done: True ends the response without appending `text`
 
-    An environment's function may also return a str for Reply(text), None for Reply(), or a tuple for
-    Reply(*tuple)."""
+    The function may also return a str, None or a tuple, for Reply(str), Reply() or Reply(*tuple)."""
     text: str | None = None
     reward: float | None = None
     done: bool = False
 
 
-# math-verify's parser builds tables when it first parses a kind of expression. Building can take seconds, so
-# a right answer could time out. Therefore the server compares these pairs (answer=gold) before it forks the
-# workers, which inherit the tables.
+# math-verify's parser takes seconds to build tables for each kind of expression. The server compares these
+# pairs (answer=gold) first, so the workers inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -131,8 +122,7 @@ _modules = {}  # folder of a user's file -> {name: module} of the modules import
 
 
 def _outcome(what, *arguments):
-    """Carry out a Request. For "compare" and "score", returns the reward and its reason. For "reply", returns
-    the environment's Reply and "replied"."""
+    """Carry out a Request. Returns the reward and its reason, or a Reply and "replied"."""
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
@@ -146,7 +136,7 @@ def reason_of(reward: float) -> str:
 
 
 def _reply(*request):
-    """Calls the environment and returns its Reply. Raises an exception if the Reply is not valid."""
+    """Calls the environment and returns its Reply. Raises an error if the Reply is not valid."""
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
@@ -154,8 +144,8 @@ def _reply(*request):
             raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        # encode() raises an error if UTF-8 can't encode `text`. decode() returns a plain str, because the
-        # server can't unpickle a subclass of str that the user's file defines.
+        # Raises an error for a lone surrogate. Turns a user's subclass of str, which the server can't
+        # unpickle, into a str.
         text = text.encode().decode()
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
@@ -170,21 +160,14 @@ def _as_reward(value, what):
 
 
 def _call(spec, *arguments):
-    """Calls the user's function `spec`, "FILE.py:FUNCTION", and returns its result."""
     with _modules_beside(spec):
         return _functions[spec](*arguments)
 
 
 @contextmanager
 def _modules_beside(spec):
-    """Context manager. Inside it, a user's file can import modules from its own folder. spec:
-    "FILE.py:FUNCTION".
-
-    On exit, the modules of the folder are moved from sys.modules to `_modules`, because the folder of another
-    user's file may have modules of the same names. The next `with` for this folder puts them back.
-
-    A module belongs to the folder if the folder has a file with the module's name. Reading __file__ instead
-    would raise an error for lazy modules such as torch.classes."""
+    """Context manager in which a user's file ("FILE.py:FUNCTION") can import modules from its own folder.
+    Outside, these modules are kept in `_modules`: another user's file may have modules of the same names."""
     folder = os.path.dirname(spec)
     before = set(sys.modules)
     sys.path.insert(0, folder)
@@ -195,29 +178,24 @@ def _modules_beside(spec):
         with suppress(ValueError):  # the user's file may have removed the folder from sys.path
             sys.path.remove(folder)
         added = sys.modules.keys() - before
-        if added:  # most calls add no module, and listing the folder takes time
+        if added:
+            # Compares names, because reading __file__ fails for lazy modules such as torch.classes.
             names = {file.partition(".")[0] for file in os.listdir(folder)} - before
             _modules[folder] = _take_modules(names, added)
 
 
 def _take_modules(names, among):
-    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module.
-    among: names of the modules that may be removed"""
+    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module."""
     found = [name for name in among if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
 
 def _grade_chunk(requests, deadline):
     """Returns the outcome of each request, (reward or Reply, reason, error message or None), and the mean
-    seconds of a request. A timeout or a crash ends this process.
-
-    Each of the n requests gets deadline / n. After a timeout, the Grader sends each request again in a chunk
-    of its own, so a slow request finally gets the whole deadline.
-    """
+    seconds of a request. A timeout ends this process. Then the Grader sends each request alone."""
     outcomes, start = [], time.monotonic()
     for request in requests:
-        # When this CPU time is used up, the kernel sends SIGPROF. SIGPROF has no handler, so SIGPROF ends the
-        # process even in C code.
+        # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
         signal.setitimer(signal.ITIMER_PROF, deadline / len(requests))
         try:
             outcomes.append((*_outcome(*request), None))
@@ -229,8 +207,7 @@ def _grade_chunk(requests, deadline):
 
 def _message(error, spec):
     """Returns the error as one line of text, with the line of the user's file that failed. spec:
-    "FILE.py:FUNCTION". For a "compare" request, spec is the answer, so no file matches and no line is
-    added."""
+    "FILE.py:FUNCTION"; the answer for "compare", which names no file"""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -239,32 +216,28 @@ def _message(error, spec):
 
 def _init_worker():
     """Make this worker easy to kill, and limit its memory."""
-    # pebble's handler of SIGTERM would wait until the current C code returns, for example in 9**9**9. The
-    # default action ends the process at once.
+    # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: if the server ends, kill this process
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the server
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
-        with suppress(ValueError):  # ValueError: a lower limit is already set; keep it
+        with suppress(ValueError):  # a lower limit is already set
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 # --- in the server
-# stdin brings a JSON line [chunk number, requests] for each chunk.
-# stdout takes a JSON line [chunk number, outcomes, seconds] for each chunk. Before them, a line with number 0
-# says what the server imported: the functions and their files, or an error message.
+# stdin has a JSON line [chunk number, requests] for each chunk.
+# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk. Line 0 says what was imported.
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns name -> hash of the content, for the user's file in `spec`, "FILE.py:FUNCTION", and for the
-    files and packages beside it that were imported with it. Files of torz beside it are left out. The user's
-    file is listed under the function's name, so that the result does not depend on the file's path."""
+    """Returns name -> hash of the user's file in `spec`, "FILE.py:FUNCTION", and of the files beside the
+    user's file that it imported. The user's file has the function's name in place of its path."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # `_modules` selects by name. So it may have an installed package, such as wandb, if the folder has an
-    # entry of this name (wandb writes its logs to one). Only files inside the folder are hashed.
+    # `_modules` may have an installed package such as wandb, if the folder has an entry of the same name.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -273,11 +246,10 @@ def user_files(spec: str) -> dict[str, str]:
 
 def _import_function(spec, arguments):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
-    1. the names of the arguments that the function gets by name; [] if it gets `arguments` by position
-    2. the function's deadline `seconds` (see Grader); 0 if it has none
-    3. `parallel`, how many calls of the function run at once (16 by default); 0 if it has no deadline
 
-    arguments: SCORE for a reward function, TURN for an environment"""
+    1. names of its arguments; [] if it gets `arguments` by position
+    2. its deadline `seconds`; 0 if it has none
+    3. `parallel`, how many calls of it run at once; 0 if it has no deadline"""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -296,7 +268,6 @@ def _import_function(spec, arguments):
 
 
 def _warm():
-    """Import math-verify and compare the pairs of WARM, so that its parser builds its tables."""
     # Hide math-verify's warning that its own timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for pair in WARM.strip().splitlines():
@@ -305,11 +276,8 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. pebble takes exit status 0 to mean that the worker ended as planned, after MAX_TASKS
-    chunks of requests. But a user's function may also end the process with status 0, and then pebble would
-    wait until the request times out. Therefore a worker that ends as planned exits with status ENDED, and
-    `exitcode` shows this to pebble as 0. Every other status, also a real 0, is shown as text, which pebble
-    takes for a crash."""
+    """A worker process. pebble takes exit status 0 for a planned end, but a user's function may also exit
+    with 0. So a planned end has status ENDED. `exitcode` shows pebble other statuses as text: a crash."""
 
     def run(self):
         super().run()
@@ -322,14 +290,13 @@ class _Worker(get_context("fork").Process):
 
 
 def _die():
-    """Kill the server and its workers, which together are a process group."""
+    """Kill the server and its workers."""
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
-    # The server also ends at the end of stdin. But stdin does not end if another child of the trainer holds
-    # the pipe open.
+    # The end of stdin is not enough, because another child of the trainer may hold the pipe open.
     while os.getppid() == parent:
         time.sleep(0.5)
     _die()
@@ -337,14 +304,8 @@ def _watch(parent):
 
 def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
-    `replies`. Returns when `requests` closes. If a pool breaks, the server ends.
-
-    A user's function that declares `seconds` has its own pool of `parallel` workers. All other requests share
-    one pool. found: function -> the result of `_import_function`
-
-    If the worker died or timed out in a chunk of several requests, the outcomes are None. The Grader then
-    sends each of these requests again in a chunk of its own.
-    """
+    `replies`. A user's function that declares `seconds` has its own pool of workers. found: function -> the
+    result of `_import_function`"""
     import pebble
 
     lock = threading.Lock()
@@ -380,10 +341,9 @@ def _dispatch(requests, replies, workers, deadline, found):
 
 def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]],
           compares: bool) -> None:
-    """Run the server. The server and its workers end when stdin closes, when the trainer (process `parent`)
-    has ended, or when the pool of workers breaks.
+    """Run the server until stdin closes, the trainer (process `parent`) ends, or a pool of workers breaks.
 
-    functions: users' functions, "FILE.py:FUNCTION" -> its arguments: SCORE (reward) or TURN (--env)
+    functions: "FILE.py:FUNCTION" -> its arguments: SCORE (reward) or TURN (--env)
     compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
@@ -403,8 +363,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
         _die()
     if compares:
         _warm()
-    # A worker shares memory pages with the server until the worker writes to them. Garbage collection writes
-    # to all objects, so all pages would be copied. gc.freeze exempts the objects that exist now.
+    # Garbage collection writes to all objects, so every worker would copy the server's memory. gc.freeze
+    # exempts the objects that exist now.
     gc.freeze()
     _dispatch(requests, replies, workers, deadline, found)
     _die()
@@ -414,31 +374,21 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
 
 
 class Grader(AbstractContextManager):
-    """Grades responses in processes that can be killed, while the engine generates more responses. A server
-    process forks and feeds them, and is replaced if it dies (see the top of this file). Not thread-safe.
+    """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
+    can't be imported or has other parameters than below.
 
     workers     number of worker processes
-    deadline    CPU seconds for one answer; its wall time may be WALL times as long. The wait in the queue
-                does not count.
-    customs     users' reward functions ("path/to/file.py:function") that `submit` may name. A worker calls
-                function(response, gold answer, kind) -> float in place of a comparison; kind is one of KINDS.
-                A function with a parameter `problem`, `row` or `sample` gets all arguments by name. A
-                response that was cut by length gets reward 0 without a call.
-    compares    whether `submit` compares answers; if False, the server does not import math-verify
-    env         the environment's function ("path/to/file.py:function"), which `ask` calls in a worker with
-                the same deadline. The result must depend only on the arguments, because a call is repeated
-                if its worker or the server dies.
+    deadline    CPU seconds for one answer; its wall time may be WALL times as long
+    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. One with a
+                parameter `problem`, `row` or `sample` gets all arguments by name.
+    compares    whether `submit` compares answers
+    env         the environment "FILE.py:FUNCTION". After a crash its call is repeated, so its result must
+                depend only on its arguments.
     say         prints what the Grader waits for
-    stop        `results` waits only while this list is empty; a signal that stops the run fills the list
+    stop        `results` waits only while this list is empty
 
-    A function that waits, for example for a server, declares `seconds`, its deadline in wall time, and
-    `parallel`, the number of calls at once. Both are attributes of the function or of its file.
-
-    Raises UserError if a function does not exist, can't be imported or has parameters that are not listed
-    above. If grading raises an error, the reward is 0 and the reason is "error". `errors` keeps the first
-    message of each type of error. `failure` is "" or a message, which `check` raises: users' functions timed
-    out or ended a worker LATE times in a row, or a new server imported files edited during the run.
-    """
+    A function that waits declares `seconds`, its deadline in wall time, and `parallel`, its calls at once.
+    If grading raises an error, the reward is 0 and the reason is "error"."""
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
                  compares: bool = True, env: str = "", say: Say = print, stop: Sequence = ()) -> None:
@@ -452,17 +402,17 @@ class Grader(AbstractContextManager):
         self.known = None  # user's function -> result of `_import_function`; a str: the error of an import
         self.files = {}  # user's function -> hashes of its files at the first import (`user_files`)
         self._late = 0  # calls of users' functions in a row that timed out or ended a worker
-        self.patience = START + WALL * deadline  # seconds to wait for the server before it counts as stalled
+        self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
         self.errors = {}  # type of an error -> the first message of this type
-        self._told = 0  # number of messages in `errors` that new_errors has already returned
-        self._grades = {}  # key -> Grade or Reply: the next return value of `results`
+        self._told = 0  # messages that new_errors has returned
+        self._grades = {}  # key -> Grade or Reply, for `results`
         self._cache = {}  # request -> Grade
         self._pending = {}  # request without outcome -> (key, answer) of each response that waits
         self._waiting = []  # requests that are not yet in a chunk
-        self._size = 1  # number of requests in the next chunk, chosen so that a chunk takes about 0.1 s
+        self._size = 1  # number of requests in the next chunk; a chunk should take 0.1 s
         self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
         self._count = 0  # number of chunks so far
-        self._process = None  # the server's process
+        self._process = None  # the server
         if functions:
             self._start()
             now = told = time.monotonic()
@@ -485,10 +435,10 @@ class Grader(AbstractContextManager):
                extractor: str = "orz", custom: str = "", **more: Any) -> None:
         """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
 
-        key: the key of the response's grade in `results`
-        stopped: whether the response ended with EOS or a stop string; if False, it was cut by length
-        custom: one of `customs`, which grades the response in place of a comparison
-        more: values of `problem`, `row` and `sample`, for a user's function with parameters of these names"""
+        key: the key in `results`
+        stopped: whether the response ended with EOS or a stop string; if False, its reward is 0
+        custom: one of `customs`, which replaces the comparison
+        more: values of `problem`, `row` and `sample`"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -507,14 +457,13 @@ class Grader(AbstractContextManager):
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue the call env(problem, text, turn), without waiting. `results` will contain the environment's
-        Reply under `key`, or a Grade with the reason "error" or "timeout" if the call failed."""
+        """Queue the call env(problem, text, turn), without waiting. `results` will have its Reply under
+        `key`, or, if the call fails, a Grade with the reason "error" or "timeout"."""
         self._queue(key, ("reply", self.env, problem, text, turn))
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
-        """Returns the Grade of an answer that needs no worker: the answer is missing or too long, or this
-        comparison is in the cache, or quick_grade decides. Returns None for all other answers."""
+        """Returns the Grade of an answer that needs no worker; None for all other answers."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
         known = self._cache.get(("compare", answer, gold, kind))
@@ -539,10 +488,9 @@ class Grader(AbstractContextManager):
             self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
-        """Wait for the outcomes of all requests. Returns key -> Grade or Reply for each `submit` and `ask`
-        since the last call. If a signal asked the run to stop (`stop`) or the run must fail (`failure`), it
-        waits no longer: requests without an outcome get the reason "timeout". A server that died or stalled
-        is replaced once; the second time, RuntimeError is raised."""
+        """Wait for all outcomes. Returns key -> Grade or Reply for each `submit` and `ask` since the last
+        call. After a `stop` or a `failure`, the missing outcomes get the reason "timeout". Raises
+        RuntimeError if the server dies or stalls twice."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
@@ -574,8 +522,8 @@ class Grader(AbstractContextManager):
         return any("row" in names for names, *_ in (self.known or {}).values())
 
     def check(self) -> None:
-        """Raises UserError if too many calls of users' functions in a row timed out or ended their worker
-        (see `_receive`), or if a new server imported files that were edited during the run."""
+        """Raises UserError if too many calls of users' functions in a row timed out or ended their worker, or
+        if a new server imported edited files."""
         if self.failure:
             raise UserError(self.failure)
 
@@ -596,12 +544,11 @@ class Grader(AbstractContextManager):
         self.close()
 
     def _start(self):
-        """End the old server, if there is one, and start a new server. The chunks that the old server has not
-        answered are sent to the new server."""
+        """End the old server, start a new server, and send the chunks without a reply again."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
-        # bufsize=0, because `poll` does not see bytes in a Python buffer. start_new_session=True, so that
-        # ctrl-C does not reach the server.
+        # bufsize=0: `poll` does not see bytes in a Python buffer. start_new_session: ctrl-C must not end the
+        # server.
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
@@ -613,7 +560,7 @@ class Grader(AbstractContextManager):
             self._send(requests)
 
     def _send(self, requests):
-        """Put the requests into `_unsent` as one chunk, for `_exchange` to write."""
+        """Put the requests into `_unsent` as one chunk."""
         self._count += 1
         self._chunks[self._count] = requests
         # json.dumps writes ASCII, so a response may contain NULs and lone surrogates.
@@ -625,8 +572,8 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write requests to the server, and read its replies. Waits at most `seconds` until one of the two is
-        possible. Returns False if nothing was written or read in this time, or if the server is dead."""
+        """Write requests to the server, or read its replies, within `seconds`. Returns False if nothing was
+        written or read."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files
         poll.register(stdout, select.POLLIN)
@@ -644,9 +591,8 @@ class Grader(AbstractContextManager):
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        """Store the outcomes of the chunk with number `chunk`. seconds: mean time of one request. If the
-        outcomes are None, the worker died or timed out in a chunk of several requests. Then each request is
-        sent again in a chunk of its own. A chunk of one request always has an outcome."""
+        """Store the outcomes of a chunk. None: the worker died or timed out in a chunk of several requests,
+        and each request is sent again alone. seconds: mean time of one request"""
         if chunk == 0:  # the server's first message: what it imported (see serve)
             known, files = outcomes
             self.known, self.files = self.known or known, self.files or files
@@ -672,7 +618,7 @@ class Grader(AbstractContextManager):
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade
-            # Errors and timeouts are not cached, because a busy machine may have caused them.
+            # A busy machine may cause errors and timeouts, so they are not cached.
             if request[0] == "compare" and not error and reason != "timeout":
                 self._cache[request] = grade
             if error:
@@ -682,7 +628,7 @@ class Grader(AbstractContextManager):
 
 
 def _check_spec(spec, what="reward"):
-    """Returns `spec` ("FILE.py:FUNCTION") with an absolute path. Raises UserError if it has no colon."""
+    """Returns `spec` with an absolute path. Raises UserError if `spec` has no colon."""
     path, _, name = spec.rpartition(":")
     require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
     return f"{Path(path).absolute()}:{name}"
