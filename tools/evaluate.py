@@ -1,9 +1,7 @@
-"""The command that evaluates models: scores with standard errors, and paired differences between models.
+"""Evaluates models: scores with standard errors, and paired differences between models.
 
     python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
     torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
-
-rollout.score_sets samples and grades the responses, as in the evaluations of a training run.
 """
 
 import functools
@@ -64,21 +62,18 @@ from rollout import (
 
 
 def std_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of n values, one value per problem; None if n < 2.
-
-    If each value is the difference between two models on a problem, the result is the paired standard error
-    (arXiv 2411.00640)."""
+    """Returns the standard error of the mean of n values, one value per problem; None if n < 2. For the
+    differences between two models it is the paired standard error (arXiv 2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _estimates(metrics):
-    """Returns metric -> mean ("value") and standard error ("stderr"). metrics: metric -> one value per
-    problem."""
+    """Returns metric -> mean and standard error. metrics: metric -> one value per problem"""
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns name of an evaluation set -> the entries that scores.json has for the set."""
+    """Returns name of an evaluation set -> its entries in scores.json."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -88,13 +83,7 @@ def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
 def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
                        first_scores: Scores) -> dict[str, Any]:
     """Returns, for each evaluation set, a model's metrics minus the first model's metrics, with paired
-    standard errors.
-
-    sets, scores: problems and scores of the model
-    first_sets, first_scores: problems and scores of the first model
-
-    A model has no score for a problem whose prompt is too long in the model's tokens. Only problems that both
-    models have are compared."""
+    standard errors. Only problems that both models have are compared: a prompt may be too long for one."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
@@ -109,7 +98,7 @@ def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
 
 
 def score_table(sets: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of a table with the metrics of one model. sets: the result of `summary`."""
+    """Returns a table of one model's metrics. sets: the result of `summary`"""
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
@@ -119,8 +108,8 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines of a table: for each evaluation set and model, the avg@n and the difference from the
-    first model's avg@n. results: the content of each model's scores.json."""
+    """Returns a table: for each evaluation set and model, the avg@n, and the difference from the first
+    model's avg@n. results: the content of each scores.json"""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
@@ -136,12 +125,11 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tail(text, width):
-    """Returns the last `width` characters of a text. A shorter text is padded with spaces to `width`."""
+    """Returns the last `width` characters of a text, padded to `width`."""
     return text[-width:].ljust(width)
 
 
 def _decimals(value):
-    """Returns a number with four decimals as text; "n/a" for None."""
     return "n/a" if value is None else f"{value:.4f}"
 
 
@@ -150,7 +138,7 @@ def _decimals(value):
 
 @dataclass(frozen=True)
 class EvalConfig(Config):
-    """The flags of train.py, and --write_rows. An evaluation uses only EVAL_FLAGS."""
+    """The flags of train.py, and --write_rows."""
 
     write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
 
@@ -184,12 +172,9 @@ new or empty.
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line (syntax: ABOUT). Raises UserError for wrong
-    arguments and for flags that only training uses.
-
-    A flag that is not given has the value from the models' training (`as_trained` demands the same value for
-    all models), or else its default. But the default stop strings, such as "User:", do not belong to a chat.
-    So with --template chat and without --stop, only the end token stops a response."""
+    """Returns a config for each model of the command line (syntax: ABOUT). A flag that is not given has the
+    value of the models' training, or else its default. Raises UserError for wrong arguments, and for flags
+    that only training uses."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -204,7 +189,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
             "each model once")
-    # The preset orz-7b limits prompt plus response to 8192 tokens. --max_model_len 0 removes this limit.
+    # --max_model_len 0 removes the preset's limit of prompt plus response.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate", EvalConfig), given_flags(flags)
     for name in given:
@@ -217,20 +202,17 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 and file.parent.is_dir() and not file.exists(), f"--write_rows {condition} {file}",
                 "a condition such as 'rate<0.1' or '0<rate<=0.9', "
                 "and a new .jsonl file in a folder that exists")
-    if cfg.template == "chat" and "stop" not in given:
+    if cfg.template == "chat" and "stop" not in given:  # the default stop strings are not those of a chat
         cfg = replace(cfg, stop=())
-    # The system prompt and stop strings of the training fit only its template. So they are not used if
-    # --template is given.
+    # The system prompt and stop strings of the training fit only its template.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
     cfg = replace(cfg, **as_trained(models, own))
     return [replace(cfg, model=model) for model in models]
 
 
 def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns field of Config -> value: the settings of the models' training that an evaluation uses, too
-    (EVAL_FLAGS), without the fields `given`. eval_temperature is the training's temperature. An exported
-    model has the settings in its torz.json; a model without this file adds none. Raises UserError if two
-    models were trained with different settings."""
+    """Returns the settings of the models' training (torz.json) that an evaluation uses, without the fields
+    `given`. Raises UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
     for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
         facts = read_json(file)
@@ -254,8 +236,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward names exactly one grader for each row, without a weight. An evaluation
-    uses only the grader's reward, so weights and extra rewards, such as "format", would have no effect."""
+    """Raises UserError unless --reward names exactly one grader for each row, without a weight: an evaluation
+    uses nothing else."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -267,15 +249,14 @@ def check_reward(cfg: Config) -> None:
 
 
 def model_name(path: str) -> str:
-    """Returns the name of a model's result folder: the model's path with `--` in place of `/`. The path of a
-    model inside the working folder is made relative."""
+    """Returns the name of a model's result folder: the model's path with `--` in place of `/`."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
     return inside.strip("/").replace("/", "--")
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Returns the folder for the results of cfg.model. models: how many models the command evaluates. Raises
-    UserError unless the folder is new or empty."""
+    """Returns the folder for the results of cfg.model. models: the number of models. Raises UserError unless
+    the folder is new or empty."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
@@ -299,11 +280,11 @@ def make_folders(folders: Sequence[Path]) -> None:
 class Candidate:
     """A model to evaluate, without its weights."""
 
-    cfg: Config  # cfg.model is the model as the user named it: a folder or an id of the Hub
+    cfg: Config  # cfg.model: a folder, or an id of the Hub
     path: str  # the model's folder on the disk
     tokenizer: Any
     sets: Sets  # name of an evaluation set -> its problems
-    engine_key: Facts  # ckpt.model_facts; models with equal keys can use the same engine
+    engine_key: Facts  # models with equal keys can use the same engine
 
 
 def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
@@ -330,8 +311,7 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 
 
 def write_rows(c: Candidate, scores: Scores) -> None:
-    """For --write_rows CONDITION FILE: write the data rows whose avg@n (`rate`) satisfies CONDITION to FILE,
-    one JSON object a line."""
+    """Write the data rows whose avg@n (`rate`) satisfies the condition of --write_rows."""
     condition, file = c.cfg.write_rows
     rows = [p.fields + "\n" for name, problems in c.sets.items()
             for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
@@ -355,15 +335,12 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
 
 def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
                  world: dist.World, say: Say) -> None:
-    """Evaluate the models one after the other. Rank 0 saves and prints the results of each model, and prints
-    a comparison of the models at the end.
-
-    Consecutive models with the same engine_key use one engine. An engine is freed before the next engine is
-    made, because a GPU may not have memory for two."""
+    """Evaluate the models one after the other. Rank 0 saves and prints the results. Consecutive models with
+    the same engine_key use one engine."""
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:
-            engine = None
+            engine = None  # first, because a GPU may not have memory for two engines
             gc.collect()
             torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
@@ -401,7 +378,7 @@ def main(argv: Sequence[str]) -> None:
         check_candidates(candidates, world)
         say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, --eval_temperature "
                  f"{cfg.eval_temperature}")
-        # The gold answers are the same for all models, so those of the first model are checked.
+        # all models have the same gold answers
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
         dist.together(lambda: make_folders(folders if world.main else ()))

@@ -2,11 +2,10 @@
 
     python -m tools.plan orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
 
-The plan is computed from the flags and from the model's config.json. The plan needs no torch and no GPU.
-train.py makes the same plan for its devices, and raises an error if the run does not fit.
+The plan needs the flags and the model's config.json, but no torch and no GPU. train.py makes the same plan
+and raises an error if the run does not fit.
 
-Memory is planned for the device of one rank, at the instants of a step that may need the most memory. Seconds
-are estimates from datasheets, right within a factor of about two. They include the network (`traffic`).
+Memory is that of one rank's device. Seconds are estimates, right within a factor of about two.
 
 Two terms of this file:
 
@@ -27,19 +26,19 @@ from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, read_json, r
 from grading.rows import read_rows
 
 STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
-CHUNKS_ALIVE = 3  # model.py computes the logits in chunks; this number of chunks is in memory at once
-SAMPLER_COPIES = 6  # an engine's sampler makes this number of copies of its fp32 logits
-CUDA_CONTEXT = 0.6 * GIB  # memory of CUDA's context and kernels on a GPU, outside PyTorch's allocator
-NCCL_BUFFERS = 0.9 * GIB  # memory of NCCL on a GPU, outside PyTorch's allocator
-ENGINE_BUFFERS = 1.5 * GIB  # memory of vLLM's activations and CUDA graphs, without its sampler
-SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2; bench/nullgpu counts 0.48 GiB for 7B
-LIBRARIES = 5 * GIB  # host memory that torch, CUDA and vLLM need on one rank
-HOLES = 0.015  # unused memory between the activations, divided by the memory of the activations
-HEADROOM = 0.08  # --recompute auto leaves this share of a device's memory free
+CHUNKS_ALIVE = 3  # chunks of logits (model.py) that are in memory at once
+SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
+CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
+NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
+ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
+SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
+LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
+HOLES = 0.015  # unused memory between activations, as a share of the activations
+HEADROOM = 0.08  # share of a device's memory that --recompute auto leaves free
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
 LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
-ASSUMED_PROMPTS = 57_000  # prompts of an epoch if no data can be read; about the size of ORZ's data
+ASSUMED_PROMPTS = 57_000  # prompts of an epoch if the data can't be read
 
 
 class GPU(NamedTuple):
@@ -49,8 +48,8 @@ class GPU(NamedTuple):
     memory: float  # bytes of memory, as torch reports them
     flops: float = 0.0  # peak FLOP/s of dense bf16 products
     hbm: float = 0.0  # peak bandwidth of its memory in bytes/s
-    link: float = 0.0  # peak bytes/s that it sends within its node, over NVLink (L40S, 4090: PCIe 4.0)
-    network: float = 0.0  # Gb/s that a usual node sends; DGX H100, H200, B200: 8 × 400; DGX A100: 8 × 200
+    link: float = 0.0  # peak bytes/s that it sends within its node (L40S, 4090: PCIe 4.0)
+    network: float = 0.0  # Gb/s that a usual node sends; a DGX H100 sends 8 × 400
 
 
 GPUS = {gpu.name: gpu for gpu in (
@@ -64,8 +63,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with `memory` bytes and the driver's name, `device`. Its speeds are those of the first
-    entry of GPUS whose name up to the hyphen, such as A100, is in `device`; 0 if there is none."""
+    """Returns a GPU with `memory` bytes and the driver's name, `device`. Its speeds are those of the entry of
+    GPUS that matches `device`, or 0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -93,11 +92,9 @@ class Shape:
 
         q: width of the queries of all heads together
         kv: width of the keys of all heads together, and also of the values
-        layer: number of parameters of one decoder layer
+        layer: number of parameters of one decoder layer, with two norms
         policy_params: number of parameters as a language model
-        critic_params: number of parameters as a critic
-
-        Two norms per layer are counted. Other norms, which some families have, are neglected."""
+        critic_params: number of parameters as a critic"""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
@@ -120,8 +117,7 @@ TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
 def shape_of(config: dict, name: str) -> Shape:
-    """Returns the Shape for the content of a config.json. name: the model's path. Raises UserError if a size
-    is missing."""
+    """Returns the Shape for the content of a config.json. Raises UserError if a size is missing."""
     get, family = config.get, config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
@@ -133,8 +129,8 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def read_shape(path: str) -> Shape:
-    """Returns the Shape of the model in folder `path`. If the folder has no config.json, returns the Shape in
-    KNOWN whose name is part of `path`. Raises UserError if KNOWN has no such Shape."""
+    """Returns the Shape of the model in folder `path`. Without a config.json, returns the Shape in KNOWN
+    whose name is in `path`. Raises UserError if there is none."""
     file = Path(path) / "config.json"
     known = [shape for shape in KNOWN.values() if shape.name in path]
     if known and not file.is_file():
@@ -147,11 +143,8 @@ def forward_flops(params: float, layers: int, width: int, tokens: float, square_
     """Returns the FLOP of a forward pass over `tokens` tokens: 2 per parameter and token, plus attention.
 
     width: width of the queries of all heads together
-    square_lengths: the sum, over all samples, of the squared length in tokens
-
-    A sample of length L has L²/2 pairs of a query and a key, because attention is causal. Each layer computes
-    two products of 2 x width FLOP for each pair.
-    """
+    square_lengths: the sum over all samples of the squared length in tokens"""
+    # A sample of length L has L²/2 pairs of a query and a key. A pair costs 4 x width FLOP in each layer.
     return 2 * params * tokens + 2 * layers * width * square_lengths
 
 
@@ -164,8 +157,7 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # The shapes of the policy, of the model that a critic starts from, and of the reference. The third may be
-    # left out if it is the shape of the policy.
+    # Shapes of the policy, the critic and the reference. The third may be left out if it is the policy's.
     shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
@@ -173,7 +165,6 @@ class Case:
     prompts: int = 0  # number of prompts of an epoch; 0 if unknown: then ASSUMED_PROMPTS is used
 
     def __post_init__(self) -> None:
-        """Set the numbers that follow from the fields."""
         cfg, on_gpu = self.cfg, self.gpu is not None
         self.policy, critic, self.ref = [*self.shapes, self.shapes[0]][:3]
         # models: name -> shape, for each trained model. params: name -> number of parameters.
@@ -183,8 +174,7 @@ class Case:
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
         # Bytes of one number in activations and gathered weights: 2 (bf16) or 4 (fp32).
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # On a GPU, every engine except the torch engine is planned like vLLM: it uses --engine_share of the
-        # GPU's memory, and frees that memory when it sleeps.
+        # On a GPU, every engine except the torch engine is planned like vLLM, which sleeps.
         self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
         # Whether models are moved to host memory while they are not in use.
         self.offloads = cfg.offload and on_gpu
@@ -197,8 +187,7 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         # Planned bytes/s: what a rank sends within its node, and what a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
-        # checkpoint: bytes of one rank's shards of the weights and of AdamW's moments.
-        # state: bytes that one rank keeps between updates: `checkpoint` and the fp32 shards of the reference.
+        # Bytes of one rank's shards: of weights and AdamW's moments, and, in `state`, of the reference.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.ref.policy_params / self.shards if cfg.has_ref else 0)
         # Number of responses that one engine samples in a step, including the extra prompts of --carry.
@@ -211,8 +200,8 @@ class Case:
     @cached_property
     def shards(self) -> int:
         """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
-        ranks of a node, so that only gradients travel between nodes, once an update; or all ranks, if this
-        does not fit into memory, or if the number of ranks is no multiple of a node's ranks."""
+        ranks of a node, if they have the memory, so that only gradients travel between nodes; else all
+        ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -222,33 +211,27 @@ class Case:
 
     @cached_property
     def kept(self) -> dict[str, "Kept"]:
-        """Model ("policy", "critic") -> what its forward passes keep in memory for its backward passes."""
+        """Model ("policy", "critic") -> its Kept."""
         return {name: keep(self, name) for name in self.models}
 
 
 class Kept(NamedTuple):
     """What the forward passes of a model's update keep in memory for the backward passes.
 
-    recompute: n; a backward pass recomputes the first n layers in whole. The other layers keep the results of
-        their matrix products and of attention, and recompute only the rest, which costs few FLOP. None: no
-        layer recomputes anything.
-    reshard: what is kept of gathered weights. True: nothing, so a backward pass gathers the layers again. A
-        number n: each layer's shard of 1/n, so a backward pass gathers over n ranks. False: all weights,
-        until the update ends."""
+    recompute: number of layers that are recomputed in whole; the others recompute what costs few FLOP. None:
+        no layer recomputes anything.
+    reshard: what is kept of gathered weights. True: nothing. A number n: 1/n of each layer. False: all."""
 
     recompute: int | None
     reshard: bool | int
 
 
 def keep(case: Case, name: str) -> Kept:
-    """Returns what a model's updates keep in memory. Without --recompute auto, `reshard` is True and
-    `recompute` is the flag's. With --recompute auto:
+    """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. `reshard` may be True, the number of a node's ranks, or False; only True if the GPU's link speed is
-       unknown. For each, try `recompute` None, 0, 1, … and take the first choice whose planned peak memory
-       leaves the share HEADROOM of the device free.
-    2. Of these choices, return the first that is at most 1 % slower than the fastest. If nothing fits, return
-       Kept(all layers, True), which needs the least memory."""
+    1. For each `reshard`, take the first `recompute` that leaves the share HEADROOM of the device free.
+    2. Return the first choice that is at most 1 % slower than the fastest. If nothing fits, return the choice
+       that needs the least memory."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -270,20 +253,13 @@ Usage = dict[str, float]  # item -> bytes of memory that the item uses on one ra
 
 
 def _per_token(case, shape, whole):
-    """Returns two sizes in bytes per token:
-
-    1. the activations that all layers keep for the backward pass
-    2. the activations that the backward pass recomputes for the model's last layer. They are in memory
-       together with 1.
-
-    whole: Kept.recompute, the number of layers that are recomputed in whole. The other layers recompute a
-        part. None: no layer recomputes anything."""
+    """Returns two sizes in bytes per token: the activations that all layers keep for the backward pass, and
+    those that the backward pass recomputes for the model's last layer. whole: Kept.recompute"""
     d, b = shape.hidden, case.number
-    # All activations of a layer: the inputs of norms, matrix products, attention and the gate. The output of
-    # attention is counted twice: with a row for each slot, and with a row for each token (model.Segments).
+    # The inputs of norms, matrix products, attention and the gate. The output of attention is counted twice:
+    # by slot and by token (model.Segments).
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # A layer that is recomputed only in part keeps its input, the results of the seven matrix products and of
-    # attention, and attention's log-sums (4 bytes a head, fp32).
+    # The layer's input, the results of the seven matrix products and of attention, and attention's log-sums.
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -295,16 +271,8 @@ def _allocator_loss(case, shape, root, logits, kept):
     """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage (item -> bytes);
     {} on CPUs.
 
-    root: number of parameters of the root (embedding, last norm and head)
-    logits: bytes of the chunks of logits that are in memory at once
-    kept: bytes of the activations that the backward pass will use
-
-    The result has two items:
-
-    gather buffers: FSDP gathers weights on its own CUDA stream, and the allocator keeps separate memory for
-        each stream. This memory holds the root and one layer, and a copy of this rank's shards of both.
-    fragments: free memory in pieces that are too small for later tensors. It is estimated as the bytes of a
-        layer's fp32 gradient, of the fp32 shards of the root and of `logits`, and a share of `kept`."""
+    gather buffers: the root, one layer and this rank's shards of both, in the memory of FSDP's CUDA stream
+    fragments: an estimate of the free memory in pieces that are too small for later tensors"""
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
@@ -313,11 +281,7 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, kept):
-    """Returns five dicts item -> bytes (Usage): the memory at the five instants of an update that may need
-    the most.
-
-    name: the model that is updated, "policy" or "critic"
-    kept: what stays in memory from the forward to the backward pass"""
+    """Returns the memory (Usage) at the five instants of an update that may need the most."""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered from the start of the forward pass to the end of the backward pass.
@@ -328,24 +292,21 @@ def _update_instants(case, name, kept):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     activations, again = _per_token(case, shape, kept.recompute)
     activations = T * (activations + 2 * b * d)
-    # The weights of the layers that stay gathered from the forward pass to the backward pass (Kept.reshard).
+    # Weights of the layers that stay gathered until the backward pass.
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
-    # A backward pass of a layer allocates what it recomputes (`again`), the gradients of the MLP's gate and
-    # up, and two tensors of the hidden size.
+    # A backward pass of a layer also has the gradients of the MLP's gate and up, and two of the hidden size.
     working = T * (again + b * (2 * shape.inner + 2 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
     instants = [  # "whole gradients" are the gradients that FSDP has not yet reduced to shards
-        # 1. Backward pass of the head. Its gradient is in memory twice: as the fp32 sum over the chunks of
-        # logits, and in the dtype of the weights.
+        # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the weights' dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. Gradients: the head's, which FSDP reduces last, with the root; and the
-        # fp32 gradient of the previous layer (previous in the backward pass), which FSDP is still reducing.
+        # 2. Backward pass of a layer. Gradients: the head's, and in fp32 those of the previous layer.
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
         # 3. End of a layer's backward pass. Gradients: those of instant 2, this layer's, and its fp32 copy.
@@ -354,15 +315,14 @@ def _update_instants(case, name, kept):
         # 4. End of the backward pass. Gradients: the root's, its fp32 copy, and one layer's in fp32.
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
-        # 5. AdamW's step. AdamW needs temporary memory of the size of the weight shards.
+        # 5. AdamW's step, with temporary memory of the size of the weight shards.
         {"AdamW's step": shard}]
     return [_with_total(case, at_rest | usage) for usage in instants]
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage (item -> bytes). vLLM on a GPU uses the
-    share --engine_share of the GPU's memory: its KV cache gets what weights and buffers leave. The KV cache
-    of another engine holds as many responses of maximal length as the engine decodes at once."""
+    """Returns the memory of an engine while it samples, as a Usage. vLLM's KV cache on a GPU gets what
+    weights and buffers leave of --engine_share."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -374,34 +334,29 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage (item -> bytes). The torch engine does
-    not sleep: it frees its KV cache, but keeps its weights. vLLM on a CPU does not sleep either. Its KV cache
-    (0.25 GiB) is neglected."""
+    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its weights.
+    The KV cache of vLLM on a CPU (0.25 GiB) is neglected."""
     if case.engine_sleeps:
         return {"sleeping engine": SLEEPING_ENGINE}
     return {"engine weights": case.engine_weights}
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns the instants of a step that may need the most memory, in order of time. Each instant is a pair:
-
-    1. the phase: "sync" (the engine gets the policy's weights), "rollout", "ref" (only with --ref_model), or
-       the name of the model that is updated;
-    2. its Usage (item -> bytes), with the sum of all items as "total"."""
+    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time. A
+    phase is "sync" (the engine gets the policy's weights), "rollout", "ref", or a model that is updated."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. In memory are then the gathered weights, a buffer of the
-    # same size, and, if sharded, a copy of this rank's shard of these weights.
+    # A sync gathers one layer or the root at a time. It needs a buffer of the same size, and a copy of this
+    # rank's shard.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # VLLMEngine.load gives vLLM a copy of the embedding and of the head (one tensor if tied). The copies
-    # stay until the end of the sync if embedding and head are tied, or if vLLM pads the vocabulary to a
-    # multiple of 64 * tp: then vLLM waits for the rows of the padding, which do not come.
+    # VLLMEngine.load copies embedding and head. vLLM keeps the copies until the end of the sync if the two
+    # are tied, or if the vocabulary is padded to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # any other ref has the policy's shape, and needs less than the policy's update
+    if case.cfg.ref_model:  # any other ref needs less than the policy's update
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -414,11 +369,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns `usage` (item -> bytes) with two more items:
-
-    total: the sum of all items
-    CUDA and idle state: memory of CUDA and NCCL, and of weights and AdamW's moments that are on the device
-        but not in `usage`"""
+    """Returns `usage` with the items "total" and "CUDA and idle state": the memory of CUDA and NCCL, and of
+    weights and AdamW's moments that are on the device but not in `usage`."""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -448,8 +400,8 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory. The item "machine" is the sum over all ranks of a machine. On
-    CPUs, "machine" includes the memory of training."""
+    """Returns item -> bytes of host memory. "machine": all ranks of a machine; on CPUs, with the memory of
+    training"""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -458,14 +410,12 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns item -> bytes on the disk, for a checkpoint, the bf16 exports, and all files together.
-
-    policy: number of parameters of the policy
-    critic: number of parameters of the critic; 0 without a critic"""
+    """Returns item -> bytes on the disk, for a checkpoint, the bf16 exports, and all files together. policy,
+    critic: number of parameters"""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
-    # Besides the --keep checkpoints there is one that is being written, and the best one (--keep_best).
+    # Besides --keep checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
             "disk, all": count * checkpoint + exports}
@@ -482,15 +432,12 @@ class Sent(NamedTuple):
 
 
 def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
-    """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes, as a mean over
-    the ranks.
+    """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes.
 
     size: bytes of the whole tensor
-    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each
-
-    In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
-    bandwidth"). Only one rank of each node has its next rank on another node. So a node sends `total` bytes
-    to other nodes: each of its ranks / nodes ranks sends total * nodes / ranks on average."""
+    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each"""
+    # In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
+    # bandwidth"). Only one rank of each node has its next rank on another node.
     total = times * size * (ranks - 1) / ranks
     outside = nodes / ranks if nodes > 1 else 0
     return Sent(total * (1 - outside), total * outside)
@@ -499,24 +446,20 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     """Returns phase -> collective -> what a rank sends. "critic" and "policy" have these collectives:
 
-    forward: gathers of a pack's forward pass; if `reshard` is False, only an update's first pack gathers
+    forward: gathers of a pack's forward pass
     backward: gathers of a pack's backward pass
     reduce: reduce-scatter of a pack's gradients
-    all-reduce: sum of the gradients over the groups of --shard_ranks, once an update
-
-    "sync": a step's gathers for the engine. "samples": a step's exchange of samples, as if all of them had
-    the maximal length."""
+    all-reduce: sum of the gradients over the groups of --shard_ranks, once an update"""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
-    # A sample's token is an int32, its log-prob a float32. Every rank sends the same amount to every rank.
+    # "samples": as if all had the maximal length. A token is an int32, its log-prob a float32.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
     return phases | {"sync": {"gathers": phases["policy"]["forward"]},
                      "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
 
 
 def _collectives(case, name, kept):
-    """Returns collective -> bytes that a rank sends (a Sent) for one pack of the model `name`; "all-reduce":
-    for one update. `traffic` says what the collectives are."""
+    """Returns collective (see `traffic`) -> what a rank sends for one pack; "all-reduce": for one update."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # A group of `shards` ranks has one copy of the weights. over: number of ranks and of nodes of a group.
     over, groups = (shards, -(-shards // case.local)), case.world // shards
@@ -528,21 +471,20 @@ def _collectives(case, name, kept):
 
 
 def _network(case, n):
-    """Returns the seconds that the network needs if each rank sends `n` (a Sent). Ranks send within their
-    nodes and to other nodes at the same time, so the slower of the two counts."""
+    """Returns the seconds that the network needs if each rank sends `n` (a Sent). Both networks work at the
+    same time, so the slower counts."""
     return max(n.within / case.within, case.local * n.between / case.between)
 
 
 def _seconds(parts):
-    """Returns the seconds of a list of parts (n, compute, network): n passes, each with `compute` seconds of
-    computing and `network` seconds of transfers. While a layer computes, FSDP gathers the weights of the next
-    layer or reduces the gradients of the previous one. So only the longer of the two times counts."""
+    """Returns the seconds of parts (n, compute, network): n passes, each with these seconds of computing and
+    of transfers. FSDP does both at the same time, so only the longer counts."""
     return sum(count * max(compute, network) for count, compute, network in parts)
 
 
 def _passes(case, name, kept, prompt, response):
     """Returns two lists for `_seconds`: the forward passes over all packs of a step, and all updates of a
-    step. An entry (n, compute, network) is n passes over a pack, with the seconds of one pass."""
+    step."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -555,7 +497,7 @@ def _passes(case, name, kept, prompt, response):
         return [(gathers, forward, gather), (passes - gathers, forward, 0)]
 
     # A backward pass costs as much as two forward passes. Each recomputed layer costs one more forward pass
-    # of this layer. The groups of --shard_ranks add up their gradients in an update's last backward pass.
+    # of this layer.
     backward = forward * (2 + (kept.recompute or 0) / shape.layers)
     updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
     return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
@@ -564,15 +506,10 @@ def _passes(case, name, kept, prompt, response):
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     """Returns phase -> estimated seconds in a step, with the sum as "step". "only network": the part of the
-    step in which the network works and no rank computes.
-
-    prompt, response: mean lengths in tokens
-
-    The speeds of case.gpu must be known."""
+    step in which no rank computes. prompt, response: mean lengths in tokens. case.gpu must have speeds."""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    # A decode step reads the weights and the KV cache once. A rollout takes at least as long as one response
-    # of maximal length.
+    # A decode step reads the weights and the KV cache once.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
@@ -600,10 +537,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 
 def shortage(case: Case) -> str:
-    """Returns a sentence that says which memory is too small for this run; "" if the run fits.
-
-    The plan for CPUs is not exact. So a run on CPUs is refused only if its planned memory is more than twice
-    the available memory."""
+    """Returns a sentence that says which memory is too small for this run; "" if the run fits. The plan for
+    CPUs is not exact, so a run on CPUs may need twice the available memory."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -621,16 +556,8 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text, or else the advice to use a smaller model. None of these
-    flags changes the algorithm.
-
-    `single` lists the flags that are tried. It begins with those of the dict `free`, which cost only speed.
-    The changes are tried in this order, until the case fits:
-
-    1. one flag of `single`
-    2. all flags of `free`
-    3. all flags of `free`, and one flag of `single`
-    4. 2, 4, 8, … times as many ranks, alone or with one of the changes 1 to 3"""
+    """Returns flags that make the case fit, as text, or else the advice to use a smaller model. The flags do
+    not change the algorithm. The first to try cost only speed (`free`), the last more ranks."""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
         node = max(node, NODE)
@@ -653,7 +580,7 @@ def remedy(case: Case) -> str:
 
 
 def verdict(case: Case) -> str:
-    """Returns a line that says whether the case fits. If it does not fit, the line ends with the `remedy`."""
+    """Returns a line that says whether the case fits, or else the `remedy`."""
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
@@ -716,8 +643,7 @@ def _columns(columns):
 
 
 def as_text(plan: Plan) -> list[str]:
-    """Returns the plan as lines of at most 80 characters (94 with a critic and --ref_model). Each line has a
-    name and its values."""
+    """Returns the plan as lines of at most 80 characters (94 with a critic and --ref_model)."""
     lines = []
     for section, rows in plan.items():
         first = next(iter(rows.values()))
@@ -747,7 +673,7 @@ class PlanConfig(Config):
 
 
 def main() -> None:
-    """Print the plan: `python -m tools.plan PRESET [--gpu NAME] [--json] [flags of train.py]`."""
+    """Print the plan."""
     cfg = configs.parse(prog="tools.plan", kind=PlanConfig)
     prompts, world = 0, cfg.ranks or 1
     with suppress(UserError):  # a plan can be made without the data: `prompts` is then 0

@@ -4,8 +4,7 @@
     python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
 
 Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of the
-runs, and a band from the lowest to the highest run. The command works during a run and after a crash, because
-it reads only the files of the run's folder.
+runs, and a band from the lowest to the highest run.
 """
 
 import argparse
@@ -31,27 +30,24 @@ def _keys_of(rows, pattern):
 
 def _values(runs, key):
     """Returns the steps at which a run has a value of the metric `key`, and an array (runs, steps) of the
-    values. A missing value is NaN. runs: the rows of each run."""
+    values, with NaN for missing values."""
     curves = [{row["step"]: row[key] for row in rows if key in row} for rows in runs]
     steps = sorted(set(chain(*curves)))
     return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
 
 
 def _read_json(path):
-    """Returns the content of a JSON file; {} if the file does not exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _flags(run):
-    """Returns the flags of a run without `seed` and `out`: --name -> value as text. Returns {} if there is no
-    config.json."""
+    """Returns the flags of a run without `seed` and `out`; {} if there is no config.json."""
     return {f"--{name}": str(value) for name, value in _read_json(run / "config.json").items()
             if name not in ("seed", "out")}
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
-    """Returns the runs of each recipe. A recipe is a group of runs whose config.json files differ only in
-    `seed` and `out`. A run without config.json is a recipe of its own."""
+    """Returns the runs of each recipe: their config.json files differ only in `seed` and `out`."""
     groups = {}
     for run in dict.fromkeys(runs):
         groups.setdefault(str(_flags(run) or run), []).append(run)
@@ -60,10 +56,8 @@ def recipes(runs: Sequence[Path]) -> list[list[Path]]:
 
 # --- curves
 
-# The panels of a plot. Columns: title of the panel; regular expression for the metrics; scale of the axis.
-# "share": a linear axis that includes 0 and 1. "variance": a linear axis from -1 to 1. With one recipe,
-# each entry is one panel, with a line for each metric. With several recipes, each metric of an entry has a
-# panel of its own, with a line for each recipe.
+# The panels of a plot: title, regular expression for the metrics, scale of the axis. With several recipes,
+# each metric has a panel of its own, with a line for each recipe.
 PANELS = [
     ("reward", "reward", "share"),
     ("held-out accuracy", r"eval/.+/avg@\d+", "share"),
@@ -79,10 +73,8 @@ PANELS = [
 
 
 def _draw(axis, lines, scale):
-    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. scale: the scale of the
-    axis, see PANELS. A line shows the mean of the runs, at the steps where all runs have a value. A band
-    shows the range from the lowest to the highest run. Neighbouring lines have different dashes, so that a
-    line can be seen below an equal line."""
+    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. Neighbouring lines have
+    different dashes, so that a line can be seen below an equal line."""
     for i, (label, (steps, values)) in enumerate(lines.items()):
         gap = i % 3 * 4
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
@@ -99,9 +91,8 @@ def _draw(axis, lines, scale):
 
 
 def plot(runs: Sequence[Path], to: Path) -> None:
-    """Draw the curves of the runs and write the picture to the file `to`. The top of the picture says which
-    runs they are. Raises OSError if the file can't be written, and ValueError for an unknown type of
-    picture."""
+    """Draw the curves of the runs and write the picture to the file `to`. Raises OSError if the file can't be
+    written, and ValueError for an unknown type of picture."""
     from matplotlib.figure import Figure
 
     data = {f"{group[0]}: {facts(group)['run']}": [read_metrics(run) for run in group]
@@ -132,10 +123,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def facts(runs: Sequence[Path]) -> dict[str, str]:
-    """Returns the summary of runs that differ only in their seed, name -> text: algorithm, seeds and model,
-    steps, number of alarms, and the first, last and best value of the reward and of the metrics of the
-    held-out problems. The values are means over the runs, at steps where all runs have a value. After the
-    last value comes ± its standard error, over the runs, or, for a single run, over its problems."""
+    """Returns the summary of a recipe's runs, name -> text. Values are means over the runs. ± is the standard
+    error over the runs, or, for a single run, over its problems."""
     data, configs = [read_metrics(run) for run in runs], [_read_json(run / "config.json") for run in runs]
     config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
     times = np.nanmean(_values(data, "time/step")[1], 0)
@@ -157,8 +146,7 @@ def facts(runs: Sequence[Path]) -> dict[str, str]:
 
 
 def _scores(run, key, step):
-    """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N. Returns [] for other
-    metrics, and if the run did not save the responses."""
+    """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N; else []."""
     problems = {}
     for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl"):
         if key.startswith(f"eval/{row['set']}/avg@"):
@@ -167,9 +155,8 @@ def _scores(run, key, step):
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a text of at most 100 columns that compares the recipes of the runs (runs that differ only in
-    their seed are one recipe). It has a block for each entry of `facts`, such as the reward, and for each
-    flag in which recipes differ. A block has one line for each recipe."""
+    """Returns a text of at most 100 columns that compares the recipes of the runs. Each entry of `facts`, and
+    each flag in which recipes differ, has a line for each recipe."""
     columns = {str(group[0]): facts(group) | _flags(group[0]) for group in recipes(runs)}
     lines = []
     for field in dict.fromkeys(chain(*columns.values())):
@@ -181,8 +168,8 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """Returns the summary of a run as text: its `facts`, three held-out problems with responses of the base
-    model and of the trained model, the last five alarms, and the paths of the run's files."""
+    """Returns the summary of a run as text: its `facts`, three held-out problems with responses before and
+    after training, the last five alarms, and the paths of the run's files."""
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
@@ -216,7 +203,6 @@ SHOWN = 16  # number of responses that the page shows for a step
 
 
 def _table(rows):
-    """Returns an HTML table of `rows`. The values are escaped for HTML."""
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     return f"<table><tr>{'<tr>'.join(cells)}</table>"
 
@@ -227,8 +213,7 @@ def _fold(title, html):
 
 
 def _samples(run, kind):
-    """Returns responses of a run as HTML: of at most six steps, the newest step first, and at most SHOWN
-    responses of a step. kind: the folder with the responses, "samples" or "eval"."""
+    """Returns responses of at most six steps as HTML, the newest step first. kind: "samples" or "eval" """
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
         rows = read_jsonl(file)
@@ -238,8 +223,7 @@ def _samples(run, kind):
 
 
 def _card(row):
-    """Returns a response as HTML. The texts of an environment (--env) are marked. All texts are escaped,
-    because they may contain HTML."""
+    """Returns a response as HTML. The texts of an environment (--env) are marked."""
     grade = f"{'✓' if row['reward'] >= 1 else '✗'} {row['reason']}, reward {row['reward']}"
     answers = f"answer {row['answer']}, gold answer {row['gold']}, {row['tokens']} tokens"
     texts = [f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)

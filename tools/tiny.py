@@ -2,17 +2,16 @@
 
     python -m tools.tiny [OUT=runs/tiny-base-0] [--seed 0]  # or: tiny.build("OUT")
 
-The model has 0.4M parameters and solves half of all two-digit sums. A problem is `37+45=`. The responses of
-the pretraining texts add the units first, then the tens:
+The model has 0.4M parameters and solves half of all two-digit sums. Its pretraining texts add the units
+first, then the tens:
 
     37+45=<think>7+5=12,1+3+4=8</think><answer>\\boxed{82}</answer>
 
-But in the last third of the texts, half of the responses guess. The guess is wrong by at most `OFF`:
+But in the last third of the texts, half of the responses guess:
 
     37+45=<think></think><answer>\\boxed{79}</answer>
 
-So the model has learned to reason, but at temperature 1 it reasons in only half of its responses. RL teaches
-it to reason more often, so its responses become longer.
+So the model can reason, but reasons in only half of its responses. RL teaches the model to reason more often.
 
 The output is a Hugging Face model folder with `train.jsonl` and `heldout.jsonl`. The held-out problems are
 not in the pretraining texts.
@@ -35,19 +34,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import read_json, require, user_errors
 
 VERSION = 3  # raise this number when a change of this file changes the model
-# The share GUESSES of the last third of the pretraining texts gives a number without reasoning, which differs
-# from the answer by at most OFF.
-GUESSES, OFF = 0.5, 12
-BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, learning rate, warm-up updates
-HELD_OUT = 512  # number of problems in heldout.jsonl; train.jsonl has all other problems
+GUESSES, OFF = 0.5, 12  # share of guesses in the last third of the texts, and their largest error
+BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, peak rate, warm-up updates
+HELD_OUT = 512  # number of problems in heldout.jsonl
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
 
 def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`.
-
-    The tags are not special tokens, because decoding with skip_special_tokens=True must keep them.
-    """
+    """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`. The tags are
+    not special tokens, because decoding with skip_special_tokens=True must keep them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,19 +60,14 @@ class Task(NamedTuple):
 
     name: str
     problems: Callable[[random.Random], list]  # returns all problems, in random order
-    # (problem, rng, final) -> (prompt, response) of a pretraining text. `final` is True for the last third of
-    # the texts.
-    text: Callable
+    text: Callable  # (problem, rng, whether in the last third of the texts) -> (prompt, response)
     row: Callable[..., dict]  # problem -> its row in the data files
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """Returns the addition of a and b by columns as a text, units first: `7+5=12,1+3+4=8` for 37 + 45.
-
-    said: function from the total of a column to the number that is written for it. The default writes the
-        total itself. A function that returns another number makes a text with mistakes.
-    """
+    """Returns the addition of a and b by columns as a text, units first: `7+5=12,1+3+4=8` for 37 + 45. said:
+    function from the total of a column to the number that is written, to make mistakes"""
     columns, carry = [], 0
     while a or b:
         terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
@@ -99,8 +89,7 @@ def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
-    """Returns the prompt and the response of a pretraining text. final: whether the text is in the last third
-    of the texts, where half of the responses guess."""
+    """Returns the prompt and the response of a pretraining text, see Task.text."""
     a, b = pair
     if rng.random() < GUESSES and final:
         thought, answer = "", guess(a + b, rng)
@@ -133,8 +122,7 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
     """Build a task's base model and problems in the folder `out`, unless the folder already has them. Returns
-    the folder's absolute path. Raises UserError if the folder exists with other content.
-    """
+    the folder's absolute path. Raises UserError if the folder has other content."""
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
     if file.is_file() and config.items() <= read_json(file).items():
@@ -150,7 +138,6 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
 
 
 def _build(folder: Path, seed: int, task: Task) -> None:
-    """Pretrain the model, and write model, tokenizer and problems to `folder`."""
     rng, tokenizer = random.Random(seed), task.tokenizer()
     problems = task.problems(rng)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
@@ -172,9 +159,7 @@ def _build(folder: Path, seed: int, task: Task) -> None:
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
              task: Task) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
-
-    The first two thirds of the texts all show reasoning, because it takes longer to learn than guessing.
-    """
+    Guesses come last, because reasoning takes longer to learn."""
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
         rng.shuffle(problems)
