@@ -3,48 +3,35 @@ r"""Extracts the answer from a response, and decides whether it equals the gold 
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-All functions are pure and take untrusted text. `quick_grade` decides most pairs of answer and gold answer.
-`grade` gives the other pairs to math-verify. That may hang or crash, so grading/worker.py runs `grade` in
-processes that can be killed.
+`quick_grade` decides most pairs. `grade` gives the others to math-verify, which may hang or crash. So
+grading/worker.py runs `grade` in processes that can be killed.
 
 Equality is decided in three steps:
 
-1. `normalise` gives both texts the same spelling of spaces, fractions and symbols. It puts words into quotes,
-   as in `5 "meters"`, so that their letters are not taken for variables.
-2. `read` gives each text a type: number, quantity with a unit, list or set, tuple, interval, text, equation
-   or expression (everything else). Two texts of one type are compared part by part. An answer of another
-   type than the gold answer is wrong, unless a point below says that the two are equal.
-3. Two expressions, or parts that are expressions, are compared by math-verify.
+1. `normalise` gives both texts the same spelling: `5 "meters"`.
+2. `read` gives each text a type, such as number or list. Texts of one type are compared part by part.
+3. math-verify compares expressions.
 
 What counts as equal:
 
-- Expressions with the same value are equal: `\sqrt{242}` and `11\sqrt{2}`, `(x+1)^2` and `x^2+2x+1`. But an
-  unfinished calculation with numbers (`3+4`, `84/2`, `2^{10}`, `37\cdot45x`) is wrong. Otherwise a policy
-  could earn the reward by repeating the problem. The comment above OPERATIONS has the rules.
+- Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation (`3+4`) is
+  wrong. The comment above OPERATIONS has the rules.
 - A text that can't be read as a whole, such as `3@\frac{1}{2}`, is a wrong answer. As a gold answer it can
   raise ValueError.
-- Two numbers must be equal, but a decimal may be a rounding of the other number. Then they may differ by at
-  most one part in a million, and by less than one unit of the decimal's last place: `0.3333333` equals
-  `1/3`, `0.33` does not. An integer is exact: `3` does not equal `3.0000001`. Two decimals with the same
-  number of decimal places must be equal.
-- A percent is a hundredth: `5\%` equals 0.05, not 5. A number in another base is not converted: `101_2`
-  equals neither 101 nor 5.
-- If both texts have a unit, the units must be the same; units are not converted. If only the gold answer has
-  a unit, only the numbers are compared: 10 equals `10 cm`.
-- If only the answer has a unit, it must be the name of a unit or a plural noun. Then only the numbers are
-  compared, too: `10 cm` and `10^\circ` equal 10, and `28 pizzas` equals 28. But `28 halved` does not equal
-  28, and `10^\circ C` does not equal 10.
-- The letter of a choice before a number counts as a unit of the number: `(B) 15` and `15` are equal.
-- The order of the parts counts in tuples, but not in lists and sets. Tuples must have the same brackets.
-  An inequality in one variable is an interval. `(1,2)` is one if the other text is: `1<x<2` equals `(1,2)`.
-  `\{2,2,3\}` is the set `\{2,3\}`, but the list `2, 2, 3` does not equal `2, 3`.
-- Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters (`x`, `X`).
-- A value may be written twice: `\frac{3}{2}` equals `1.5, \frac{3}{2}`.
-- `x=5` equals `5`, and does not equal `y=5` or the equation `x-5=0`. The answer `m+n=5` equals the gold
-  answer `5`, because a problem may ask for m+n. The roots `x_1=2, x_2=3` equal `2, 3` and `(2,3)`. `x=2, y=3`
-  equals `(2,3)`.
-- `3+4=7` equals 7, but `6=7` and `x=6=7` do not. An answer may add its own rounding after `\approx`, which
-  may differ by one percent: `\frac56\approx0.83` equals `\frac56`.
+- A decimal may round the other number, by at most one part in a million: `0.3333333` equals `1/3`, `0.33`
+  does not. Two decimals with the same number of places must be equal. Integers are exact.
+- A percent is a hundredth: `5\%` equals 0.05, not 5. Numbers in other bases are not converted.
+- Units are not converted. If only the gold answer has a unit, it is ignored: 10 equals `10 cm`.
+- If only the answer has a unit, it must be a known unit or a plural noun: `28 pizzas` equals 28, `28 halved`
+  does not.
+- `(B) 15` equals `15`.
+- The order counts in tuples, not in lists and sets. `\{2,2,3\}` equals `\{2,3\}`.
+- An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
+  inequalities all mean the union.
+- Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
+- `x=5` equals `5`, but neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- A condition such as `k\in\mathbb{Z}` is ignored.
+- `3+4=7` equals 7, but `6=7` does not. An answer may add its rounding, to one percent: `\frac56\approx0.83`.
 """
 
 import re
@@ -123,9 +110,8 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. If only spaces, commas
-    or words such as "and" are between boxes, their contents are joined by semicolons and form one answer, a
-    list. So a response can't win by offering several answers."""
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. `\boxed{2} and
+    \boxed{5}` becomes the list "2; 5", so a response can't win by offering several answers."""
     text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
     parts, start = [], None
     for box in reversed(_boxes(text)):
@@ -165,11 +151,7 @@ def _plain(text):
 
 
 def _last(pattern):
-    def extractor(text):
-        found = pattern.findall(_plain(_after_thought(text)))
-        return found[-1] if found else ""
-
-    return extractor
+    return lambda text: (pattern.findall(_plain(_after_thought(text))) or [""])[-1]
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -277,14 +259,15 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
     (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
-     r" ?[a-z](?:,[a-z])*\\in ?\\mathbb\{[A-Z]\}\)?$", ""),  # a condition such as k\in\mathbb{Z}
+     r" ?[a-z](?:,[a-z])*"
+     r'(?:\\in ?\\mathbb\{[A-Z]\}| ?"?(?:is )?an "?integer"?)\)?$', ""),  # a condition such as k\in\mathbb{Z}
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
-    (r"(?<=\d)[+-]0i$", ""),
+    (r"(?<=\d)[+-]0i$|^0\+(?=\d*i$)", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
     (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|(>|\\ge ?)(\w+)$", r"\1\2\3;-\3\2 \1"),
@@ -399,14 +382,15 @@ BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|[A-Za-z]{1,4}|"[^"]*")
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:\([^()]*\))?
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}|"[^"]*")
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
+    (?:\([^()]*\)|\[[A-Z]\])?
   | \|[a-z]\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(r"[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n and be answered by m+n=5
+TOTAL = re.compile(r"(?!not)[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
@@ -549,9 +533,8 @@ def _read_inequality(text, depth):
 
 
 def _edges(reading):
-    """Returns the edges (see Reading) of the intervals that a Reading stands for; [] if it stands for none.
-    (1,2) stands for an interval, and (2,1) for none. A number or expression x stands for [x,x], and a list
-    for the intervals of its elements."""
+    """Returns the edges (see Reading) of the intervals that a Reading stands for; [] if it stands for none,
+    as (2,1). A number x stands for [x,x]."""
     kind, _, parts = reading
     if kind in ("intervals", "named"):
         return parts[1] if kind == "intervals" else _edges(parts[1])
@@ -657,37 +640,29 @@ def _number(text):
 # --- equality
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
-# repeating the problem. In these rules, a plain value is a text that `_number` reads as a Number, and "a does
-# not equal b" means that the answer a is wrong for the gold answer b. If the gold answer is a plain value, an
-# expression that is no plain value is wrong. What an answer may contain:
+# repeating the problem. If the gold answer is a number, the expression 3+4 is wrong. What an answer
+# may contain:
 #
-#     sign, decimal point, percent   always: they are part of a plain value
-#     power of ten                   always: 3\cdot10^4 and 10^6 are plain values
-#     fraction of two integers       always, also if it can be reduced: 6/8 is a plain value. But 84/2 is an
-#                                    expression, because its value is an integer
-#     integer and fraction           always: 4\frac23 is a plain value. But the sum 4+\frac23 is an expression
-#     a calculation with numbers     if the gold answer has one of its kind, too (sum, product or power):
-#     (see `_calculations`)          37\cdot45\pi does not equal 1665\pi, 2\pi+3\pi does not equal 5\pi.
-#                                    2+3i is a number, not a calculation
-#     product of numbers             also if the gold answer has a power of a number: 4\cdot2^n equals 2^{n+2}
-#     power of a number              also if the gold answer is an equation with a power: x^2+y^2=5^2 equals
-#                                    x^2+y^2=25
-#     other + - * / and powers       if the gold answer is no plain value: 2x+6 equals 2(x+3)
-#     an operation of OPERATIONS     if the gold answer has an operation of the same line of OPERATIONS:
-#                                    \sqrt{242} equals 11\sqrt2, but \sin60^\circ does not equal
-#                                    \frac{\sqrt3}{2}. Of roots, no more than the gold answer has:
-#                                    \sqrt{50}+\sqrt{18} does not equal 8\sqrt2
+#     fraction of integers        always: 6/8, but not 84/2, because its value is an integer
+#     sum of like terms           if the gold answer has one, too: 2\pi+3\pi does not equal 5\pi
+#     product of numbers          if the gold answer has one, or a power: 2\cdot2^{2023} equals 2^{2024}
+#     power or factorial          if the gold answer has one: 2^3x does not equal 8x. Also in an equation with
+#       of a number               powers: x^2+y^2=5^2 equals x^2+y^2=25
+#     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
+#     an operation of OPERATIONS  if the gold answer has one of the same line: \sin60^\circ does not equal
+#                                 \frac{\sqrt3}{2}. No more roots and logarithms than the gold answer has:
+#                                 \ln12-\ln4 does not equal \ln3
 #
-# If the gold answer has a variable, the answer may always have roots, factorials and binomials of variables:
-# \binom{n}{2} equals n(n-1)/2. Those of numbers count as calculations: 5!x does not equal 120x.
-# A pattern below that ends with .* counts several such operations as one.
+# If the gold answer has a variable, the last two lines of OPERATIONS do not apply. A pattern that ends with
+# .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det)(?![a-z])|\\frac\{(?:d|\\partial)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
     r"\\sqrt(?:\{\w+\}\}\{\\sqrt)?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    r"(?:!|\\binom).*",
+    # Logarithms. \ln\frac32 counts as two, so \ln3-\ln2 equals it. \frac{\ln3}{\ln2} counts as one.
+    r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
@@ -802,8 +777,7 @@ def _same_named(answer, gold, prove):
 
 def _same_chain(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Of a gold chain, only the
-    value (7) is used. The value of an answer chain must equal the gold answer, and its other parts (3+4) must
-    equal its value; a part after \\approx may differ by one percent."""
+    value (7) is used. In an answer, the other parts must equal the value, too."""
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
@@ -817,14 +791,9 @@ def _all(verdicts):
     return False not in verdicts and (None if None in verdicts else True)
 
 
-def _any(verdicts):
-    return True in verdicts or (None if None in verdicts else False)
-
-
 def _same_quantity(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings have a unit. Two units must be equal. A unit that only
-    the gold answer has is ignored. A unit that only the answer has is ignored if its words are surely a unit
-    (`free`), else the answer is wrong."""
+    """Does the work of `_same` if one or both Readings have a unit. A unit that only the answer has is
+    ignored if it is surely a unit (`free`); else the answer is wrong."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
@@ -864,7 +833,7 @@ def _unordered(answer, gold, prove, same=_same):
     for verdicts in table:
         found = next((i for i in left if verdicts[i]), None)
         if found is None:
-            return _any([verdicts[i] for i in left])
+            return None if None in [verdicts[i] for i in left] else False
         left.remove(found)
     return True
 
@@ -901,22 +870,21 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
-    """Returns whether two normalised expressions are equal. If a text has a decimal, two numbers are compared
-    here. All else is compared by math-verify. Returns False if they are too large to compute, or if `answer`
-    has a calculation or a variable that `gold` lacks (see `_calculations`). Raises ValueError if `gold` can't
-    be parsed. math-verify may raise further errors.
+    """Returns whether two normalised expressions are equal. Returns False if they are too large to compute,
+    or if `answer` has a calculation or a variable that `gold` lacks. Raises ValueError if `gold` can't be
+    parsed. math-verify may raise further errors.
 
-    tolerance: largest relative difference of two numbers if a text has a decimal and `gold` is no integer;
-    default 1e-6. `_same_chain` sets it, to compare the steps of a chain such as 3+4=7. With a tolerance,
-    `answer` may have any calculation."""
+    tolerance: largest relative difference of two decimals, default 1e-6. With a tolerance, `answer` may have
+    any calculation."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
         raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
     try:
-        allowed = {re.search(r"\d\^", gold) and "product", "^" in gold and "=" in gold and "power"}
-        if left is None or tolerance is None and _calculations(answer) - _calculations(gold) - allowed:
+        needed = _calculations(gold)
+        allowed = {"power" in needed and "product", "^" in gold and "=" in gold and "power"}
+        if left is None or tolerance is None and _calculations(answer) - needed - allowed:
             return False
         if "." in answer + gold and left.is_number and right.is_number:
             a, b = left.doit(), right.doit()
@@ -929,22 +897,23 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 
 @lru_cache(4096)
 def _calculations(text):
-    """Returns one set with two things: the kinds of calculations with numbers that the text leaves undone
-    ("sum", "product", "power"), and the text's variables. `math_equal` needs the variables because
-    math-verify's parser reads X as x."""
+    """Returns the kinds of calculations that the text leaves undone ("sum", "product", "power") and the
+    text's variables, in one set. math-verify's parser reads X as x, so `math_equal` compares variables."""
     from sympy import Add, Expr, I, Mul, flatten
 
     # \frac{84}{2} is found in the text, because the parser already makes 42 of it.
     found = _variables(text) | {
         "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        terms = [flatten([term], cls=Mul) for term in flatten([node], cls=Add)]
-        if len({tuple(f for f in term if not f.is_rational) for term in terms}) < len(terms):
-            found.add("sum")  # 2x+3x: its terms differ only in rational factors
-        numbers = [f for f in terms[0] if f not in (1, -1) and not (f.is_Pow and f.base == 10)
+        value = node.doit() if node.is_Add or node.is_number else node
+        if len(Add.make_args(value)) < len(flatten([node], cls=Add)):
+            found.add("sum")  # 2x+3x: its value has fewer terms
+        plain = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
+            node.base == 10 or node.exp == -1 and node.base.is_integer)
+        if not plain and (value.is_rational or value.is_number and value.has(I)):
+            found.add("power")  # also a factorial
+        numbers = [f for f in flatten([node], cls=Mul) if f not in (1, -1) and not (f.is_Pow and f.base == 10)
                    and (f.is_rational or f.is_number and f.has(I) and f != I)]
-        found |= {"power" if f.is_Pow else "product" for f in numbers
-                  if not (f.is_Atom or f.is_Add or f.is_Pow and f.exp == -1 and f.base.is_integer)}
         fraction = any(f.is_rational and not f.is_integer for f in numbers)
         if len(numbers) > 1 and (Mul(*numbers).is_integer or len(numbers) > 1 + fraction):
             found.add("product")

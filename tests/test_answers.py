@@ -133,6 +133,14 @@ a=1, b=2 ~~ (b,a)=(1,2)
 -2<x<2 ~ |x|<2 ~~ |x|\le2 ~ |x|>2 ~ |x|<3
 5x ~~ x/0.2 ~ \frac{x}{0.2}
 8x^2 ~~ 2^3x^2 ~ 2^{3}x^{2}
+3x^2 ~~ \sqrt[3]{27}x^2 ~ 3!\frac{x^2}{2}
+82x ~~ 37x+\frac{45x^2}{x} ~ 82x+0
+6x+2^x ~~ 2\cdot3x+2^x
+\ln3 ~ \frac12\ln9 ~~ \ln12-\ln4 ~ \ln6-\ln 2
+\ln\frac32 ~ \ln3-\ln2 ~ \ln 1.5 ~~ \ln6-\ln2-\ln2
+\log_2 3 ~ \frac{\ln3}{\ln2}
+5 ~ \sigma^2=5 ~ E[X]=5 ~ A^{-1}=5 ~~ not=5 ~ x^{-1}=5 ~ x^2=5
+k\pi ~ k\pi, k\text{ an integer} ~ k\pi\ (k\text{ is an integer})
 28 ~ 28 pizzas ~ 28\text{ pizzas} ~ 28\text{ cm}^2 ~~ 28 dozen pizzas ~ 28 or more pizzas ~ 12abc
 \frac{1000001}{7} ~ 142857.285714 ~ 142857.3
 5\text{ cm}^2 ~ 5 square centimeters ~ 5 ~ 5\text{ sq cm}
