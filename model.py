@@ -1,26 +1,18 @@
 """Policy, critic and reference: Hugging Face decoders that run on packs.
 
-A pack (data.Pack) is the input of one forward pass: N segments end to end, without padding between them. A
-segment is one prompt with one response. Tokens that several segments share, such as a common prompt, are
-computed once.
-
-A Policy or Critic has the Hugging Face backbone as `.model`, and a head. Parameters have the same names as in
-Hugging Face's own classes. For attention, transformers calls `packed_attention`, which has three cases:
-
-    a pack on CUDA in bf16           torch's varlen kernel, which takes segments end to end
-    a pack on a CPU, or in fp32      scaled_dot_product_attention: each segment is a row, with padding
-    a step of the PyTorch engine     scaled_dot_product_attention of new tokens to a cache of keys and values
+A pack (data.Pack) is the input of one forward pass: N segments end to end. A segment is one prompt with one
+response. Tokens that several segments share are computed once.
 
 Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
 
 Letters in the shapes of tensors:
 
-    N    segments of a pack
-    T    tokens of a pack; a token that k segments share counts k times
-    U    tokens that the model computes; a shared token counts once
-    S    rows of attention's queries, keys and values: T, or more with padding (see Segments)
-    V, D                sizes of the vocabulary and of the hidden states
-    H, Hkv, d           heads of queries, heads of keys and values, size of a head"""
+    N           segments of a pack
+    T           tokens of a pack
+    U           computed tokens
+    S           rows of attention's queries, keys and values (see Segments)
+    V, D        sizes of the vocabulary and of the hidden states
+    H, Hkv, d   heads of queries, heads of keys and values, size of a head"""
 
 import contextlib
 import inspect
@@ -59,7 +51,7 @@ MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirec
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
 # The supported types of rotary embeddings. Not "dynamic" and "longrope": their frequencies depend on the
-# longest sequence of the batch, so the log-probs of a segment would depend on the pack that it is in.
+# longest sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -79,7 +71,7 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Returns the parameters of the rotary embeddings: one dict for all layers, or one dict for each type of
+    """Returns the parameters of the rotary embeddings: one dict for all layers, or one for each type of
     layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
@@ -96,11 +88,9 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns x[index] (n, …): n rows of x (rows, …), selected by index (n,). A row may be selected several
-    times.
+    """Returns x[index] (n, …), for x (rows, …) and index (n,). A row may be selected several times.
 
-    The gradient of a row of x is the sum of the gradients of all its copies, in fp32. index_select would sum
-    in x's dtype."""
+    The gradients of a row's copies are summed in fp32. index_select would sum in x's dtype."""
 
     @staticmethod
     def forward(ctx, x, index):
@@ -121,50 +111,34 @@ class TakeRows(torch.autograd.Function):
 class Segments:
     """Arranges the tokens of a pack for attention. Made once per forward pass, used in every layer.
 
-    If several segments begin with the same tokens, the model computes these tokens once. Its tensors then
-    have U rows, fewer than the pack's T tokens. But attention must see the shared tokens at the start of
-    each segment. Therefore queries, keys and values are first copied from U rows to S rows, called slots. A
-    shared token has a slot in each of its segments. The attention output is the same in all its slots, so it
-    is read from one of them.
-
-    With the varlen kernel (CUDA, bf16) there is one slot for each of the pack's T tokens. On a CPU, and in
-    fp32, attention takes rows of equal length. So there the slots form rectangular blocks. Each row of a
-    block is one segment, and a dot is padding:
+    A shared token is computed once, but attention needs it in each of its segments. So queries, keys and
+    values are copied from U computed tokens to S slots. On a CPU, and in fp32, slots form padded blocks:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
         slots on CUDA            p q a p q b c p q r s t u              S = T
-        slots on a CPU           p q a .
-                                 p q b c          block of 2 x 4
-                                 p q r s t u      block of 1 x 6        S = 14
-
-    The example is smaller than a real one: in the code, all segments of up to 16 tokens share a block.
-    """
+        slots on a CPU           p q a . . .
+                                 p q b c . .      block of 3 x 6
+                                 p q r s t u                            S = 18"""
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
-        """The arguments are fields of a Pack of T tokens. Tokens that several segments begin with are
-        computed once, so only U tokens are computed.
-
-        cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
+        """cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
         unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
-        inverse (T,): for each token of the pack, the index of the computed token that stands for it."""
+        inverse (T,): for each token of the pack, the index of its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # A computed token is copied to all its places in attention, called slots.
-        # slots (S,): for each slot, the index of its computed token.
-        # outputs (U,): for each computed token, one of its slots, from which its attention output is read.
-        # Both are None if each computed token has one slot, in the same order: then nothing is copied.
+        # slots (S,): the index of each slot's computed token.
+        # outputs (U,): for each computed token, the slot from which its attention output is read.
+        # None: nothing is copied.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the segments in padded blocks for scaled_dot_product_attention: one segment in each row,
-        segments of similar length in one block, padding at the end of a row. A slot is one position of a
-        block. It holds the query, key and value of one token, or padding.
+        """Arrange the segments in padded blocks for scaled_dot_product_attention. A row is one segment.
+        Segments of similar length share a block.
 
-        The host must know the sizes of the blocks. They depend on the lengths of the segments, so the lengths
-        are copied to the host."""
+        The lengths are copied to the host, which must know the sizes of the blocks."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments share a block if their lengths round up to the same power of 2 (at least 16).
@@ -189,16 +163,14 @@ class Segments:
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Returns the attention output (1, U, H, d) of the U tokens of a pack that the model computes. Tokens
-    that several segments share are computed once. A token attends to itself and to earlier tokens of its
-    segment. transformers calls this function in every layer.
+    """Returns the attention output (1, U, H, d) of a pack's U computed tokens. A token attends to itself and
+    to earlier tokens of its segment. transformers calls this function in every layer.
 
-    query: (1, H, U, d), for H heads of size d. key, value: (1, Hkv, U, d), for Hkv heads.
-
+    query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
-    cache: an engines.torch_engine.Cache, which stores the keys and values. None in training.
-    segments: None in a decoding step of the PyTorch engine. The cache then has R rows, one for each
-        response, and each response has one new token: query is (R, H, 1, d), the result (R, 1, H, d)."""
+    cache: an engines.torch_engine.Cache. None in training.
+    segments: None in a decoding step of the PyTorch engine. For R rows of the cache, query is then (R, H, 1,
+        d), and the result (R, 1, H, d)."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -218,7 +190,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 
 
 def _varlen_options():
-    """Returns the parameters of torch's varlen_attn, which differ between torch versions."""
+    """Returns the parameters of varlen_attn, which differ between torch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     return inspect.signature(varlen_attn).parameters
@@ -239,14 +211,13 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """Returns the attention output (S, H, d) for S slots, H heads and head size d. It is computed block by
-    block (see Segments) with scaled_dot_product_attention."""
+    """Returns the attention output (S, H, d) of S slots, computed block by block (see Segments)."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # On a GPU, this function gets only fp32. For fp32 with fewer key heads than query heads, torch would
-        # store all attention scores. So each query head gets its own copy of keys and values.
+        # On a GPU, all is fp32 here. With fewer key heads than query heads, torch would then store all
+        # attention scores. So each query head gets its own copy of keys and values.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -265,14 +236,11 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Computes the log-probs of n given tokens, and entropies, from a linear head in fp32. The logits (n, V)
-    of all tokens, for a vocabulary of V, would take too much memory. So the tokens are divided into chunks,
-    whose logits have at most CHUNK_BYTES. `forward` keeps only the logits of the last chunk, and `backward`
-    computes those of the other chunks again.
+    """Log-probs and entropies from a linear head in fp32. The logits (n, V) would take too much memory, so
+    they are computed in chunks. `backward` computes all chunks but the last again.
 
-    Inputs: hidden (n, D), the hidden states of size D from which the tokens are predicted; weight (V, D);
-    targets (n,), the tokens; temperature. Outputs: log-probs (n,) of the targets, and entropies (n,) of the
-    distributions."""
+    Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs (n,) and entropies
+    (n,)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
@@ -314,15 +282,14 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Returns slices that divide `tokens` tokens into chunks. The fp32 logits of a chunk have at most
-    CHUNK_BYTES."""
+    """Returns slices of `tokens` tokens. The fp32 logits of a slice have at most CHUNK_BYTES."""
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns the fp32 logits (c, V) of c hidden states (c, D) of size D and the head's weight (V, D), for a
-    vocabulary of V. The sums are in fp32 for inputs of any dtype."""
+    """Returns the fp32 logits (c, V) of hidden states (c, D), for the head's weight (V, D). Sums are in
+    fp32."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
@@ -330,10 +297,9 @@ def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
 
 class LMHead(nn.Linear):
     """The output layer of a language model. `forward` returns log-probs and entropies instead of logits.
-    Policy.forward calls it, because FSDP gathers the whole weight only for Policy.forward.
 
-    Cohere and Granite multiply their logits by a constant, `scale`. Dividing the temperature by `scale` has
-    the same effect."""
+    Cohere and Granite multiply their logits by `scale`. Dividing the temperature by `scale` has the same
+    effect."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -343,8 +309,7 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the fp32 logits (n, vocabulary) of n hidden states (n, hidden size), for the PyTorch
-        engine."""
+        """Returns the fp32 logits (n, V) of hidden states (n, D), for the PyTorch engine."""
         return logits_fp32(hidden, self.weight).mul_(self.scale)
 
 
@@ -353,9 +318,8 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class that has its own copies of `__init__` and
-    `__call__`. For some families vLLM replaces these two methods in transformers' class when it starts, so
-    this function must be called before vLLM starts."""
+    """Returns a subclass of transformers' backbone class with its own `__init__` and `__call__`. Must be
+    called before vLLM starts, because vLLM replaces these methods for some families."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -369,55 +333,51 @@ class PackModel(nn.Module):
         self.config = config
         backbone = backbone_class(type(config))
         self.model = backbone._from_config(config, attn_implementation="torz", dtype=torch.float32)
-        # Training without dropout: with it, the log-probs of two forward passes would differ, and so the
-        # policy's ratio would be wrong.
+        # No dropout: with it, the log-probs of two forward passes would differ.
         self.model.eval()
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """Make the weights of head and embedding the same tensor, if the model's config says so. A Policy
-        overrides this method. A Critic has no such head, so here it does nothing. Must be called again
-        after parameters were replaced."""
+        """Make the weights of head and embedding the same tensor, if the config says so. Must be called again
+        after parameters were replaced. A Critic has no such head."""
 
     def recompute(self, whole: int | None) -> None:
         """Set what each layer stores for the backward pass, which computes the rest again.
 
             the first `whole` layers      only their input
-            the other layers              their input, and the results of matrix products and of attention
+            the other layers              also the results of matrix products and of attention
             all layers if whole is None   everything"""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # The backward pass repeats only `forward`. It does not repeat FSDP's hooks, which gather and free
-            # the weights, because they run outside of `forward`.
+            # The backward pass repeats only `forward`, not FSDP's hooks, which gather and free the weights.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Returns the last hidden states (…, D), of size D, of tokens (…,) at positions (…,). `attention`:
-        further arguments of packed_attention."""
+        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: arguments of
+        packed_attention."""
         out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """at (n,): indices of n tokens of the pack. Returns the last hidden states (n, D), of size D, of the
-        tokens just before them, from which the heads predict the tokens `at`."""
+        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens `at` (n,), which
+        the heads predict."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return TakeRows.apply(hidden, pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
-        """Allocate the memory of a model that is on the meta device. Tie the parameters, and compute the
-        buffers, such as rotary frequencies, in fp32. The caller must then fill the parameters.
+        """Allocate the memory of a model that is on the meta device. Tie its parameters, and compute its
+        buffers in fp32. The caller must then fill the parameters.
 
-        Buffers are first filled with NaN. One that transformers does not compute stays NaN, and then all
-        log-probs are NaN, so the error is noticed."""
+        A buffer that transformers does not compute stays NaN, so the error is noticed."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
-            p._is_hf_initialized = True  # so that _init_weights does not change the parameter
+            p._is_hf_initialized = True  # _init_weights must not change it
         for module in self.model.modules():
             buffers = dict(module.named_buffers(recurse=False))
             for name, buffer in buffers.items():
@@ -427,8 +387,8 @@ class PackModel(nn.Module):
 
 
 def keep_products() -> tuple[Any, Any]:
-    """Returns the context managers with which `checkpoint` keeps the results of matrix products and of
-    attention, because computing them again would take most of a layer's time."""
+    """Returns the contexts with which `checkpoint` keeps the results of matrix products and attention,
+    because these take most of a layer's time."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -439,8 +399,7 @@ def keep_products() -> tuple[Any, Any]:
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm that uses Llama's
-    formula."""
+    """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm with Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
@@ -457,8 +416,7 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, see `logprobs`. The head computes only the tokens at which
-        pack.mask is true, so it does no work for prompts."""
+        """Returns log-probs and entropies, see `logprobs`. The head computes only the tokens in pack.mask."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -466,8 +424,7 @@ class Policy(PackModel):
 
 
 class Critic(PackModel):
-    """A value model. Its parameters are `model.*` and `score.weight`, a scalar head, as in Hugging Face's
-    sequence classifiers."""
+    """A value model. Its parameters are `model.*` and `score.weight`, a scalar head."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -480,22 +437,20 @@ class Critic(PackModel):
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats for a pack of T tokens: the log-prob of each token, and the
-    entropy of the distribution that predicts the token. Both are 0 where pack.mask is false."""
+    """Returns two fp32 tensors (T,) in nats: the log-prob of each token, and the entropy of the distribution
+    that predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
 def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """Returns fp32 (T,), one value for each of the pack's T tokens: the critic's value of the text before the
-    token; 0 where pack.mask is false."""
+    """Returns fp32 (T,): the critic's value of the text before each token; 0 where pack.mask is false."""
     return critic(pack)
 
 
 # --- loading
 
 
-# The files of a model that are downloaded. Some models of the Hub have the weights a second time, in another
-# format: in subfolders, or in files such as consolidated.safetensors. These copies are not downloaded.
+# The files of a model that are downloaded. Subfolders and consolidated.* have the same weights again.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
@@ -504,8 +459,7 @@ def resolve(name: str) -> str:
     """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, such as
     Qwen/Qwen2.5-0.5B, which is downloaded unless it is in the cache.
 
-    All ranks must call this function together. Raises UserError, the same on every rank, if the download
-    fails."""
+    A collective. Raises UserError, the same on every rank, if the download fails."""
     if not HUB_ID.fullmatch(name):
         return name
     here = Path(name).exists()
@@ -514,8 +468,7 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub to this machine's cache, unless the cache has the model already. Only the
-    first rank of each machine downloads. Raises UserError."""
+    """Download a model of the Hub, on the first rank of each machine. Raises UserError."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
@@ -546,8 +499,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder's files (suffixes below): of names and sizes, and of about 64 blocks
-    of 4 KiB of each file, because hashing whole files would take too long."""
+    """Returns a hash of a model folder's files: names, sizes, and about 64 blocks of 4 KiB of each file.
+    Hashing whole files would take too long."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -566,17 +519,16 @@ def load_tokenizer(path: str) -> Any:
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
-    load_config(path)  # only for its UserError: for some families AutoTokenizer would raise another error
+    load_config(path)  # only for its UserError
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of all that a tokenizer does, except for the chat template."""
-    # The ids and the text of this example depend on settings that `rules` lacks, such as
-    # clean_up_tokenization_spaces.
+    # Some settings that `rules` lacks, such as clean_up_tokenization_spaces, change this example.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    # Padding and truncation are left out, because every call of the tokenizer changes them.
+    # Without padding and truncation, because every call of the tokenizer changes them.
     rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
@@ -584,20 +536,18 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
     """Returns the folder's causal language model in fp32. Raises UserError if torz does not support the
-    model, or if the names of the tensors in the files do not fit config.json.
+    model, or if the files do not fit config.json.
 
-    `shard_fn` (dist.shard) shards the model before memory is allocated, so each rank allocates and reads only
-    its own shards."""
+    `shard_fn` (dist.shard) runs before memory is allocated, so each rank reads only its own shards."""
     return _load(Policy, path, device, shard_fn)
 
 
 def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
-    """Returns a critic with the folder's backbone, and with the folder's critic head if it has one. Raises
-    UserError for the same mistakes as `load_policy`.
+    """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
-    Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation
-    1 / (hidden size + 1), as in Open-Reasoner-Zero's code."""
+    Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation 1 /
+    (D + 1), as in Open-Reasoner-Zero's code."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -605,20 +555,18 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors that a folder may have although the model does not use them: a Critic and a tied Policy do not use
-# lm_head.weight, a Policy does not use score.weight, and no model uses the rotary buffers of old files.
+# Tensors that a folder may have although the model does not use them.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
     """Returns a Policy or Critic with the folder's weights. Raises UserError if the files lack a tensor of
-    the model (a critic's head may be missing), or have a tensor that the model lacks and whose name does not
-    end with one of NOT_OURS."""
+    the model (except a critic's head), or have an unknown one."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)
     model.allocate(device)
-    # Not state_dict(), which lists a tied weight twice: as the embedding and as the head.
+    # Not state_dict(), which lists a tied weight twice.
     in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
     if "score.weight" not in in_files:  # load_critic draws a new head
         state.pop("score.weight", None)
@@ -634,11 +582,11 @@ def _load(kind, path, device, shard_fn):
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     """Yields (name, whole tensor) of the parameters in the folder's files, for Engine.awake. Raises UserError
-    if the folder has no model that torz supports."""
+    as `load_config` does."""
     tied = load_config(path).tie_word_embeddings
     left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
-            for name in f.keys():  # noqa: SIM118  f is not a dict: `for name in f` does not work
+            for name in f.keys():  # noqa: SIM118  f is not a dict
                 if not name.endswith(left_out):
                     yield name, f.get_tensor(name).to(device, dtype)

@@ -2,28 +2,24 @@
 
 Papers: PPO arXiv 1707.06347, GAE 1506.02438, Open-Reasoner-Zero (ORZ) 2503.24290.
 
-A pack is the input of one forward pass: N segments end to end, T tokens in all. A segment is one prompt with
-one response. An update is one optimizer step. The gradient of an update is summed over several packs on every
-rank.
+A pack has N segments (a prompt with a response) end to end, T tokens in all.
 
-Shapes:
     mask        (T,) bool, true on the response tokens that enter the loss
     cu_seqlens  (N+1,) index of each segment's first token; the last entry is T
     values      (T,) values[t] is the critic's value of the state before token t
+
 Log-probabilities and KL are in nats.
 
-Each loss is a sum over tokens, divided by the number of response tokens in the whole update, which the caller
-passes. So neither the packing nor the number of ranks changes a gradient. In ORZ they do: it takes the mean
-over the tokens of each pack, and then the mean over packs."""
+Each loss is a sum over tokens, divided by the number of response tokens in the whole update. So neither the
+packing nor the number of ranks changes a gradient. ORZ takes the mean over each pack, and then over packs."""
 
 import torch
 from torch import Tensor
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Returns (T,): the index of each token's segment, from 0 to N-1.
-
-    The caller passes `tokens` (T), because reading cu_seqlens[-1] would make the host wait for the GPU."""
+    """Returns (T,): the index of each token's segment, from 0 to N-1. `tokens` is T: reading cu_seqlens[-1]
+    would make the host wait for the GPU."""
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
@@ -37,8 +33,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`. A reward at a token outside `mask` is not lost: it is added to
-    the last time step before this token in the same segment."""
+    The time steps t are the tokens in `mask`. A reward at a later token outside `mask` is added to the last
+    time step before this token."""
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
@@ -52,13 +48,13 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     segment, v = segment[steps], values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
-        """Returns x_{t+k} for each time step t, or 0 if t+k is beyond the end of the segment."""
+        """Returns x_{t+k} for each time step t, or 0 beyond the end of the segment."""
         same_segment = segment[k:] == segment[:-k]
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # A_t is the discounted sum of delta_t, delta_{t+1}, … in the segment. Before each iteration, adv_t has
-    # the first `reach` terms of the sum. Adding adv_{t+reach} adds the next `reach` terms.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … Before each iteration, adv_t has the first `reach`
+    # terms.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -68,17 +64,15 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (3,) float64: count, sum and sum of squares of the values x (T,) where `mask` is true. To
-    whiten several packs or ranks together, add up the stats of all of them."""
+    """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. To whiten several
+    packs or ranks together, add up their stats."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`.
-
-    `stats` (3,): the sum of `whitening_stats` over all packs and ranks that are whitened together.
-    """
+    """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`. `stats`
+    (3,): from `whitening_stats`."""
     count, total, squares = stats.to(x.device)
     mean = total / count.clamp(min=1)
     std = (squares / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
@@ -86,10 +80,9 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
-    """Returns (T,) estimates of KL(policy || ref) in nats, one for each token.
+    """Returns (T,) estimates of KL(policy || ref) in nats.
 
-    logp (T,): log-probs of the policy, which must have sampled the tokens
-    ref (T,): log-probs of the reference model
+    logp, ref (T,): log-probs of tokens that the policy has sampled.
     estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
         name."""
     d = logp - ref
@@ -98,7 +91,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
-        # Above 88, exp overflows in fp32. The clamp changes only tokens with ref - logp above 20 nats.
+        # Above 88, exp overflows in fp32.
         return torch.exp((-d).clamp(max=20)) - 1 + d
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
@@ -106,15 +99,13 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
                 correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of tokens whose
-    loss was clipped.
+    """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of clipped
+    tokens.
 
-    The loss is summed over the tokens in `mask` and divided by `tokens`, the number of response tokens of the
-    whole update.
-    old_logp (T,): log-probs of the policy before the step's first update. If each step has only one update,
-        pass logp.detach(); the gradient is then that of REINFORCE.
-    correction (T,): factor of each token's loss, without gradient: the token's probability in the trainer
-        divided by that in the engine, which sampled it. None: 1."""
+    tokens: response tokens of the whole update, the denominator of the loss.
+    old_logp (T,): log-probs before the step's first update. With one update a step, pass logp.detach(): the
+        gradient is then that of REINFORCE.
+    correction (T,): factor of each token's loss, without gradient. None: 1."""
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -127,11 +118,11 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
     """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`, the
-    number of response tokens of the whole update.
+    response tokens of the whole update.
 
-    old_values (T,): the critic's values before the step's first update.
-    clip: if given, the squared error is also computed with the value clipped to [old_value - clip, old_value
-        + clip], and the larger of the two errors counts (as in ppo2 of OpenAI's baselines)."""
+    old_values (T,): values before the step's first update.
+    clip: if given, the value is also clipped to old_values ± clip, and the larger squared error counts (as in
+        ppo2 of OpenAI's baselines)."""
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)

@@ -4,22 +4,15 @@
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
-Every GPU has one process, and every process runs this program. The function `train` is the algorithm. A step
-has four parts:
-
-1. The engine loads the policy's weights and samples responses. Other processes grade the responses.
-2. The samples are distributed to the ranks as packs of about equal work. A pack is the input of one forward
-   pass.
-3. The critic is updated (PPO only).
-4. The policy is updated.
+Every GPU has one process, and every process runs this program. The function `train` is the algorithm.
 
 Three differences from Open-Reasoner-Zero:
 
-1. A loss is averaged over the whole update of all ranks, not over a pack: with --aggregation token, it is
-   divided by the update's number of tokens. So the number of ranks and the packing do not change a run.
+1. A loss is averaged over the whole update of all ranks, not over a pack. So the number of ranks and the
+   packing do not change a run.
 2. No sample is dropped or repeated to fill a batch.
-3. With one policy update per step, the old log-probs are equal to the current ones. So no forward pass
-   computes them, unless a KL term in the reward needs them."""
+3. With one policy update per step, the old log-probs are equal to the current ones, so no forward pass
+   computes them."""
 
 import gc
 import os
@@ -145,7 +138,7 @@ class Role:
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is set, also if --epochs or --total_episodes gives the length of the run
+    cfg: Config  # cfg.steps is set, also with --epochs or --total_episodes
     world: dist.World
     problems: list[Problem]
     held_out: Sets
@@ -224,19 +217,15 @@ def train(run: Run) -> bool:
 
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
-    """Train on a step's samples. First compute what the updates need: the log-probs of ref (the reference
-    model of the KL term), the policy's log-probs before its updates, and the advantages. Then update critic
-    and policy."""
+    """Train on a step's samples: compute log-probs and advantages, then update critic and policy."""
     cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # Old log-probs are those from before the step's first update. With a single update, they are equal to the
-    # log-probs that policy_pack_loss computes. So a forward pass computes them only if a step has several
-    # updates, or if the reward has a KL term: the advantages need its value before the update.
+    # With one update and no KL term in the reward, the old log-probs are those that policy_pack_loss
+    # computes.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
-        # A forward pass needs no optimizer. Because of optimizer=None, `resident` does not move the
-        # optimizer's state to the device (--offload).
+        # optimizer=None: `resident` then leaves the optimizer's state on the CPU (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
@@ -291,8 +280,8 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run of the folder `out`, after all checks of config, data and memory. The run continues
-    from the folder's newest checkpoint, if there is one. Raises UserError, the same on every rank."""
+    """Returns the run of the folder `out`, after all checks. The run continues from the folder's newest
+    checkpoint, if there is one. Raises UserError, the same on every rank."""
     say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
@@ -314,8 +303,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # solved: problem -> the first step that does not draw it. A checkpoint is written while the next step,
-    # `start`, runs. That step may have added problems, with the value start + 1. They are left out here,
+    # A checkpoint is written while the step `start` runs, which may have added problems. They are left out,
     # because the resumed run does that step again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
@@ -331,14 +319,14 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):
         log.say(line)
-    gc.freeze()  # otherwise every garbage collection scans the objects made so far, which takes 0.2 s
+    gc.freeze()  # otherwise every garbage collection scans the objects made so far
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, solved, saver, log, lock)
 
 
 def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
-    """Returns the problems of --data, and the evaluation sets of --eval_data. Raises UserError if a file
-    can't be read or does not fit the other flags."""
+    """Returns the problems of --data, and the evaluation sets. Raises UserError if a file can't be read or
+    does not fit the other flags."""
     check_vocabularies(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say, keep_fields=keep_fields)
     held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
@@ -353,8 +341,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded, with fp32
-    weights."""
+    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded, in fp32."""
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if cfg.offload else world.device
@@ -371,17 +358,16 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer. To use another optimizer, change only this function: checkpoints save the
-    state of any optimizer."""
-    # On a CPU, AdamW without fused=True is slow, because it goes over each parameter in several passes.
+    """Returns a new optimizer. Another optimizer needs no other change: checkpoints save the state of any."""
+    # On a CPU, AdamW without fused=True is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
                              eps=cfg.adam_eps, fused=fused)
 
 
 def resident(role: Role, world: dist.World):
-    """Returns a context manager. Inside it, the role's model and optimizer state are on the device, also with
-    --offload."""
+    """Returns a context manager. Inside it, the role's model and optimizer state are on the device
+    (--offload)."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
@@ -401,11 +387,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     """Sample and grade the responses of a step. Returns
     1. the batch: the problems of the step, the same list on all ranks;
     2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
-    3. with --carry, this rank's trajectories (responses so far) that are left for the next step; otherwise
-       [].
-
-    The metrics of the samples (log.measure_samples) are measured before --resample_rounds replaces prompts.
-    So they include the replaced prompts, and not the new ones."""
+    3. with --carry, this rank's trajectories (responses so far) for the next step."""
     cfg = run.cfg
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter)
@@ -425,12 +407,10 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """The sampling of `sample_step` with --carry: samples new prompts, and continues the trajectories
-    (responses so far) that the previous step left. Returns the results of `sample_step`.
+    """`sample_step` with --carry: samples new prompts, and continues the trajectories of the previous step.
 
-    More prompts are sampled than the step needs, and the batch is chosen from those that finish. So the batch
-    is known only after `draw`. Until then, prompt_id is the prompt's number in the run (data.numbers_at).
-    After that, it is an index into the batch."""
+    More prompts are sampled than the step needs. The batch is chosen from those that finish. Until then,
+    prompt_id is the prompt's number in the run (data.numbers_at)."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -449,14 +429,13 @@ def draw_and_carry(run: Run, step: int,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training, and add the reward parts (extra rewards, such as
-    "format"). With --skip_solved, also add the problems that are solved now to run.solved. Returns this
-    rank's graded samples and, with --carry, this rank's trajectories that are left for the next step.
+    """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
+    samples, and with --carry the trajectories for the next step.
 
     problems: prompt_id -> problem.
     key: seeds the randomness: (step,), or (step, round) in a round of --resample_rounds."""
     cfg = run.cfg
-    # For the progress bar: with --carry, `problems` has more prompts than this step finishes.
+    # With --carry, `problems` has more prompts than this step finishes.
     prompts = min(len(problems), cfg.prompts_per_step)
     with run.log.bar("Rollout", prompts * cfg.samples_per_prompt // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
@@ -474,9 +453,8 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
 def resample(run: Run, step: int, batch: list[Problem],
              samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
     """Replace uniform prompts by new prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling,
-    arXiv 2503.14476, eq. 11). A prompt is uniform if the grader gives all its samples the same reward. Extra
-    rewards, such as "format", do not count. Returns the new batch and this rank's samples of the new
-    batch."""
+    arXiv 2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new
+    batch and this rank's samples."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
@@ -499,8 +477,8 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the prompts whose samples all have the same reward. samples: this rank's samples;
-    all samples of a prompt must be on the same rank. The result covers the prompts of all ranks."""
+    """Returns the ids of the prompts, on all ranks, whose samples all have the same reward. All samples of a
+    prompt must be on the same rank."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
@@ -508,7 +486,7 @@ def uniform_prompts(samples: list[Sample]) -> set[int]:
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Returns the metrics of all evaluation sets, or {} if no evaluation is due at this step. Writes the
-    responses to eval/step_NNNNNN.jsonl, unless --save_samples is none."""
+    responses to eval/."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -521,11 +499,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write the samples that --save_samples selects to samples/step_NNNNNN.jsonl:
-        all   all samples of every step
-        some  the samples of the first SAVED_PROMPTS prompts, every --eval_every steps (if it is 0, every 10)
-        none  no samples
-    """
+    """Write the samples that --save_samples selects to samples/step_NNNNNN.jsonl. `some`: those of the first
+    SAVED_PROMPTS prompts, every --eval_every steps (if it is 0, every 10)."""
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -541,14 +516,13 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 
 
 def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """Returns `values`, one number for each sample, as a tensor (P, n): P prompts with n samples each."""
+    """Returns `values`, one for each sample, as a tensor (P, n): P prompts with n samples each."""
     return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, a prompt whose samples all have the same score does not enter the
-    loss: its samples get in_loss=False."""
+    the same rank. With --drop_uniform, samples of prompts with equal scores get in_loss=False."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -561,15 +535,9 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
-    """Move the samples between ranks and put them into packs. Returns this rank's packs, one list for each
-    minibatch. Every rank gets about equal work and the same number of packs. n_prompts: number of the step's
-    prompts on all ranks.
-
-    Adds three metrics:
-        tokens        number of tokens of all samples
-        unique_share  share of the tokens that the model computes: in a pack, the prompt of several samples is
-                      computed once (data.unique_prefixes)
-        flops         estimated FLOP of the updates and of the critic's values"""
+    """Distribute the samples over the ranks, in packs. Returns this rank's packs, one list for each
+    minibatch. Every rank gets about equal work and the same number of packs. n_prompts: prompts of the step
+    on all ranks."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
@@ -583,8 +551,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # Training on a pack costs as much as three forward passes: a forward pass, and a backward pass, which
-    # costs as much as two. The critic runs one more forward pass, for the values.
+    # A backward pass costs as much as two forward passes. The critic runs one more, for the values.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -592,13 +559,11 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Number the S samples of all ranks from 0 to S - 1, in the order of (prompt_id, sample_id). Returns the
-    number of each sample of this rank, and the prompt_id (S,) and length (S,) in tokens of each sample of all
-    ranks.
+    """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
+    rank's samples, and the prompt_id (S,) and length (S,) in tokens of all samples.
 
-    n: number of samples of a prompt. With --carry, a step may have fewer than n samples of a prompt, because
-    another step trains on the others."""
-    # The index of each of this rank's samples in `tokens`, which has n entries for each prompt.
+    n: samples of a prompt. With --carry, a step may have fewer."""
+    # where this rank's samples are in `tokens`
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
@@ -609,9 +574,8 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share` set, the weight of a token in the loss with --aggregation
-    prompt: 1 / (sampled tokens of the sample's prompt × number of prompts). Tokens and prompts are counted
-    in the sample's minibatch over all ranks, without samples that are not in the loss.
+    """Returns the samples with `prompt_share` set, a token's weight with --aggregation prompt: 1 / (sampled
+    tokens of the prompt × prompts), counted in the minibatch over all ranks.
 
     keys: for each sample, its index among the samples of all ranks (`number_samples`)
     prompts[i]: prompt_id of the sample with index i
@@ -628,14 +592,13 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
 
 
 def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    """Returns new minibatches, in which each pack p is replaced by f(p)."""
+    """Returns new minibatches: each pack p is replaced by f(p)."""
     return [[f(p) for p in minibatch] for minibatch in minibatches]
 
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Returns the minibatches with the log-probs of the role's model in `field` of every pack: "old_logp" or
-    "ref_logp"."""
+    """Returns the minibatches with the log-probs of the role's model in `field`: "old_logp" or "ref_logp"."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
@@ -643,8 +606,7 @@ def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> M
 def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
     """Returns the minibatches with values, returns and advantages (GAE, whitened over the step). Without a
-    critic all values are 0, so the advantage is the return (REINFORCE++, arXiv 2501.03262). With --kl_in
-    reward, the KL term is first subtracted from the rewards."""
+    critic, all values are 0 (REINFORCE++, arXiv 2501.03262)."""
     def estimate(p):
         v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
@@ -661,8 +623,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over all tokens in the loss
-    of the step, on all ranks."""
+    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over the step's tokens in
+    the loss, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -672,15 +634,15 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns `count` lists of packs, one list for each update. Policy and critic may have different numbers
-    of updates, so neighbouring minibatches are joined if there are more minibatches than updates."""
+    """Returns `count` lists of packs, one for each update. Neighbouring minibatches are joined if there are
+    more minibatches than updates."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns how many tokens and how many responses enter the loss of an update, over all ranks. packs: this
-    rank's packs of the update."""
+    """Returns how many tokens and responses enter the loss of an update, over all ranks. packs: this rank's
+    packs."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     return tuple(dist.all_sum(here).tolist())
 
@@ -710,8 +672,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens: number of tokens in the loss of the whole update, over all ranks; the loss is divided by it
-    responses: not used"""
+    tokens: tokens in the loss of the whole update, over all ranks. responses: not used"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -721,8 +682,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
 
-    tokens, responses: number of tokens and of responses in the loss of the whole update, over all ranks (see
-        `counts`); the denominators of the loss"""
+    tokens, responses: `counts` of the update, the denominators of the loss"""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -748,7 +708,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     meter.add("mismatch/mean²", (weight * weight).sum(), n)
     meter.add("mismatch/cut", cut.sum(), n)
     if p.ref_logp is not None:
-        # The KL is 0 outside the mask, because there both log-probs are 0.
+        # 0 outside the mask, because there both log-probs are 0
         kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         meter.add("kl", kl, n)
         if cfg.kl_coef and cfg.kl_in == "loss":
@@ -759,10 +719,9 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. The
-    mean is over the tokens that this step's weights sampled. Tokens that older weights sampled (--carry) are
-    left out, because their log-probs differ even if nothing is wrong. Must be called before the policy's
-    optimizer step, so that the policy does not learn from wrong samples."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats.
+    Tokens that older weights sampled (--carry) are left out. Must be called before the policy's optimizer
+    step."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -776,8 +735,7 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
     """Clip the gradient and take one optimizer step. If the gradient norm is not finite, all ranks skip the
-    step and save the update's packs in nonfinite/. Raises UserError if three updates in a row were
-    skipped."""
+    step and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -806,7 +764,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     """Save a checkpoint if one is due, and write the step's metrics and alarms. Returns True if a stop was
     requested.
 
-    metrics: the metrics of this step's evaluation. start: time.perf_counter() at the start of the step."""
+    metrics: of this step's evaluation. start: time.perf_counter() at the start of the step."""
     cfg, log = run.cfg, run.log
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
@@ -823,10 +781,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
 
 def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
     """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
-    the step.
-
-    For some metrics NAME, the meter also has NAME², the mean of the squares. From the two, this function
-    computes the variance."""
+    the step. NAME² is the mean of the squares, for the variance."""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
@@ -865,7 +820,7 @@ if __name__ == "__main__":
         why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
         if lost:
-            time.sleep(2)  # a peer failed and closed its connection; torchrun must see the peer's end first
+            time.sleep(2)  # torchrun must see first the peer that failed and closed its connection
         else:
             tell_torchrun(why)
-        os._exit(1)  # not sys.exit, which waits for threads: a thread may wait for another rank for ever
+        os._exit(1)  # not sys.exit, which waits for threads that may wait for another rank
