@@ -11,12 +11,8 @@ To grade responses in your own code:
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
-The value of --reward is a list of terms. A term is a grader or a part. A grader compares the response's
-answer with the gold answer, or is a user's function. A part is an extra reward, for example for the
-response's format, which is added to the grader's reward (rollout.REWARD_PARTS).
-
-The usual reward is 1 if the response ended before the length limit and its extracted answer equals the gold
-answer, else 0."""
+--reward is a list of terms. A term is a grader or a part. A grader compares the answer with the gold answer,
+or is a user's function. A part is an extra reward (rollout.REWARD_PARTS)."""
 
 import json
 import math
@@ -33,22 +29,21 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of --reward. If `kind` or `custom` is set, it is a grader, which judges the response's answer.
-    Otherwise it is a part: an extra reward, such as "format", that is added to the grader's reward."""
+    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part, such as "format"."""
 
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
-    kind: str = ""  # how to compare answers: one of KINDS; "": the term does not compare answers
-    custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": the term calls no function
-    dataset: str = ""  # the term grades only responses of this data set; "": all data sets
+    kind: str = ""  # how to compare answers: one of KINDS; "": not at all
+    custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": none
+    dataset: str = ""  # grades only responses of this data set; "": all data sets
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if `reward`
-    is not valid. It needs at least one grader: at most one of KINDS, and any number of users' functions.
+    is not valid.
 
     reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
-        DATASET@FILE.py:FUNCTION, which grades only the problems of DATASET.
+        DATASET@FILE.py:FUNCTION.
     parts: the names of all reward parts, such as "format"."""
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
@@ -61,7 +56,6 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 
 def _term(spec, parts):
-    """Returns the Term for one text of --reward, such as "math=2". Raises UserError."""
     full, equals, number = spec.rpartition("=")
     # No weight is given if there is no =, or if the last = is part of a file path.
     if not equals or "/" in number or ":" in number:
@@ -85,9 +79,8 @@ def _term(spec, parts):
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case, and FILE.py:FUNCTION. A `spec` that
-    has no @, or that starts with / or ., has no data set: returns "" and `spec`. Raises UserError if the text
-    before @ is empty."""
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if there is none), and
+    FILE.py:FUNCTION. Raises UserError if the text before @ is empty."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -97,15 +90,15 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared for a data row without the field `reward`: by the first term of
-    --reward that is one of KINDS, or else by "math"."""
+    """Returns how answers are compared for a data row without the field `reward`: the first of KINDS in
+    --reward, or else "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
-    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, with each tag on its
-    own line, else 0 (Open-R1's format reward). Text may follow the last tag."""
+    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, each tag on its own
+    line, else 0 (Open-R1's format reward)."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
     _, _, answer = text[len(start):].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
@@ -119,22 +112,21 @@ def tag_count(text: str) -> float:
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the fraction of the text's word n-grams that occurred earlier in the text. Open-R1's repetition
-    penalty is this number times -1."""
+    """Returns the fraction of the text's word n-grams that occurred earlier in the text. Open-R1's
+    repetition penalty is this number times -1."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-# The reward parts that read only the response's text. rollout.REWARD_PARTS has all reward parts.
+# The reward parts that read only the response's text.
 TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
               "repetition": lambda text: -repeated_ngrams(text)}
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms of --reward that grade a data set. Their rewards are added, but only the first term
-    decides whether a response counts as correct. The functions for this data set (DATASET@FILE.py:FUNCTION)
-    come first. If there is one, the term that compares answers with the gold answer is left out."""
+    """Returns the terms of --reward that grade a data set. Only the first one decides whether a response is
+    correct. Functions of the data set come first, and replace the comparison of answers."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -142,15 +134,15 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 def _responses(path, kind="math"):
-    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". The rows that a run
-    writes to samples/ have other fields, and are converted. Raises UserError for a row that is not valid."""
+    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". Rows of a run's
+    samples/ are converted. Raises UserError for a row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
-        if "gold" in row:  # a row of a run's samples/: its "answer" is the policy's answer
+        if "gold" in row:  # a row of a run's samples/
             row["answer"] = row["gold"]
-            if "segments" in row:  # the run had an --env: every second text is the environment's
+            if "segments" in row:  # with --env, every second text is the environment's
                 row["response"] = "\n".join(row["segments"][::2])
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
@@ -161,19 +153,17 @@ def _responses(path, kind="math"):
 
 def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
-    """Grade a file of responses. Print how many responses have each outcome (correct, wrong, …), the mean
-    of each reward, and the first three responses that are wrong or have no answer.
+    """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), mean
+    rewards, and three failures.
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; stopped is false for a response cut at the length limit; "stopped" and "kind"
-            may be left out. Or a file of a run's samples/
+            "kind": "math"}; the last two may be left out. Or a file of a run's samples/
         reward: as for train.py: names, with a weight if it is not 1: math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,
-            last_number or whole
-    """
+            last_number or whole"""
     rows, terms, values = list(_responses(responses, kind_of(reward))), parse_terms(reward, TEXT_PARTS), {}
     customs = [t.custom for t in terms if t.custom]
     with Grader(workers, deadline, customs, any(t.kind for t in terms)) as grader:
@@ -205,7 +195,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
 
 if __name__ == "__main__":
-    import tyro  # imported here, because it is slow and the trainer does not need it
+    import tyro  # slow, and the trainer does not need it
 
     with user_errors("reward.py"):
         tyro.cli(dry_run)

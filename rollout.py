@@ -39,10 +39,10 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-# These numbers are part of the `key` that seeds an engine's random numbers. So training, evaluations, the
-# engine's self-check, and the later rounds of a rollout draw different random numbers.
+# Part of the `key` that seeds an engine's random numbers. So training, evaluations, the self-check and the
+# later rounds of a rollout draw different numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
+PROMPTS_PER_ENGINE = 32  # with fewer prompts, `deal` spreads a prompt's samples over the ranks
 
 # --- rewards
 
@@ -55,15 +55,13 @@ def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Open-Instruct's penalty for each response: -nonstop_penalty if the response was cut at the
-    length limit, else 0."""
+    """Returns Open-Instruct's penalty: -nonstop_penalty for a response cut at the length limit, else 0."""
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Kimi k1.5's length reward for each response (arXiv 2501.12599, sec. 2.3.3): linear from 0.5 for
-    the shortest response of the prompt to -0.5 for the longest response. A wrong response gets at most 0.
-    Only tokens that the policy sampled count."""
+    """Returns Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): linear from 0.5 for the prompt's
+    shortest response to -0.5 for the longest. A wrong response gets at most 0."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
@@ -71,14 +69,12 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns, for each response, the value of `function` for the text that the policy wrote. function: one
-    of reward.TEXT_PARTS, such as the reward for a response's format."""
+    """Returns `function`, one of reward.TEXT_PARTS, of the text that the policy wrote in each response."""
     return [function(s.policy_text) for s in group]
 
 
-# A reward part is a number that is added to the reward of the grader, for example for the response's format.
-# The dict maps the part's name to a function(samples of one prompt, config) -> one number for each sample.
-# A part is used if --reward names it, or if its flag in BY_FLAG is given.
+# Reward part -> function(samples of one prompt, config) -> one number for each sample, which is added to the
+# grader's reward. A part is used if --reward names it, or if its flag in BY_FLAG is given.
 REWARD_PARTS = {
     **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
     "length": length,
@@ -89,9 +85,8 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part 
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts (see REWARD_PARTS). Raises
-    UserError if a term does not exist, if a user's function or data set has the name of a reward part, or if
-    a weight is 0 and there is no teacher (--ref_model with --kl_coef) to learn from instead."""
+    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if a term
+    does not exist or has the name of a reward part, or if a weight is 0 without a teacher (--ref_model)."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -102,7 +97,7 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of the reward parts (extra rewards, see REWARD_PARTS) that this run uses."""
+    """Returns name -> weight of the reward parts that this run uses."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
@@ -113,8 +108,8 @@ def part_names(cfg: Config) -> list[str]:
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples that
-    were cut at the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples with the reward parts in Sample.parts. With --mask_truncated, samples cut at the
+    length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
     if not weights and not cfg.mask_truncated:
         return list(samples)
@@ -127,8 +122,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all data sets that
-    --extractor does not name. Raises UserError if a data set has two extractors."""
+    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all other data sets.
+    Raises UserError if a data set has two extractors."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
@@ -139,11 +134,11 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if no row belongs to a data set that --reward or
-    --extractor names. `sets`: the problems of each data file."""
+    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
+    `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # A data set that a preset names is accepted without rows: the user may not have the preset's data.
+    # Data sets of presets are accepted without rows, because the user may not have the preset's data.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -160,34 +155,24 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far.
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far, in one of
+    four dicts:
 
-    A round samples each unfinished trajectory up to the end of its turn, but at most `round_len` tokens.
-    Without an environment (--env), a response has one turn. With --env, the policy's turns alternate with
-    texts of the environment.
-
-    Each trajectory is in one of four dicts:
         open      unfinished; the next round samples it
-        waiting   only with --env: the policy ended its turn, and the environment has not replied
-        complete  finished; the graders have not returned its reward
-        graded    finished, with its reward
-
-    The environment's reply moves a trajectory from `waiting` back to `open`, or to `complete` if the response
-    ends.
-    """
+        waiting   with --env: the policy ended its turn, and the environment has not replied
+        complete  finished, without a reward
+        graded    finished, with its reward"""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
                  round_len: int = 0, top_p: float = 1.0) -> None:
-        """problems: prompt_id -> problem, for the prompts of all ranks, because `move` moves trajectories
-            between ranks
+        """problems: prompt_id -> problem, for the prompts of all ranks
         max_tokens: largest number of tokens of a response
-        round_len: largest number of tokens that the engine generates for a trajectory in one call, called a
-            round. 0: a round ends only when the policy's turn ends
+        round_len: largest number of tokens of a trajectory in one call of the engine. 0: up to the turn's end
         top_p: see Engine.generate"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # Sample.text does not yet have the text of the unfinished turn
+        self.open: dict[Key, Sample] = {}  # Sample.text lacks the text of the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -201,15 +186,15 @@ class Trajectories:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories that began on another rank or in an earlier step. A trajectory with a `reason`
-        (the outcome, such as "wrong") has been graded; without it, it is unfinished."""
+        """Add trajectories of another rank or of an earlier step. A trajectory with a `reason` (the outcome,
+        such as "wrong") has been graded."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
         """Move unfinished trajectories between ranks. A collective: `target` must be the same on every rank.
 
-        target: key of a trajectory -> the rank that it moves to. A trajectory whose key is missing stays."""
+        target: key of a trajectory -> its new rank. A trajectory whose key is missing stays."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -218,10 +203,11 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      progress: Callable) -> bool:
-        """Sample one round with the weights of step `version`: continue each unfinished trajectory up to the
-        end of its turn, by at most `round_len` tokens. Calls progress() each time a turn ends. Returns False
-        if a signal has requested a stop: then the round is aborted. With --tp, no round is aborted, because
-        several ranks form one engine, and if only this rank aborted, the others would wait for ever."""
+        """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. Calls
+        progress() each time a turn ends.
+
+        Returns False if a signal has aborted the round. With --tp, no round is aborted: the other ranks of
+        the engine would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -236,8 +222,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Append `segment`, a Sample with the tokens of this round, to the trajectory `before`. Returns True
-        if the turn ended in this round."""
+        """Append `segment`, the tokens of this round, to the trajectory `before`. Returns True if the turn
+        ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
@@ -256,13 +242,12 @@ class Trajectories:
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # The bytes of one character may be divided between `before` and `segment`. So the whole turn is
-            # decoded at once.
+            # A character's bytes may be divided between `before` and `segment`, so the whole turn is decoded.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put the trajectory `s` into `complete`, and submit it to the graders of its data set."""
+        """Put `s` into `complete`, and submit it to the graders of its data set."""
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
@@ -278,8 +263,8 @@ class Trajectories:
                 self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
-        """Append the environment's text to the trajectory, and put the trajectory into `open` or into
-        `complete`. `reply`: a Reply, or a Grade if the environment failed."""
+        """Append the environment's text to the trajectory. `reply`: a Reply, or a Grade if the environment
+        failed."""
         if isinstance(reply, Grade):
             return self._complete(replace(s, reason=reply.reason))
         if reply.reward is not None:
@@ -287,20 +272,19 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The text has more tokens than the response has room for: an error of the environment.
+        # Text longer than the rest of the response is an error of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # The policy's turn has filled the response (left = 0), or the text takes all tokens that are left.
-        # Then the policy can't take another turn: the trajectory ends without the text, as truncated.
+        # The policy can't take another turn, so the trajectory ends without the text, as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns how many tokens may still be appended to the trajectory. Prompt and response together have
-        at most cfg.model_len tokens, or cfg.engine_len if an evaluation allows longer responses."""
+        """Returns how many tokens may still be appended to the trajectory. Only evaluations may go beyond
+        cfg.model_len."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -308,8 +292,7 @@ class Trajectories:
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
 
-        The reward is 0 if the environment failed; otherwise the environment's reward, if it gave one;
-        otherwise the first grader's."""
+        The reward is 0 if the environment failed, else the environment's, else the first grader's."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -334,8 +317,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
             carried: Sequence[Sample] | None = None,
             top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem; with --carry, only until `sample_until_enough` returns.
-    A collective, with the same `problems` on every rank. Returns
+    """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
+    Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
     2. with --carry: the rest of this rank's trajectories, unfinished or graded, for the next step.
 
@@ -347,21 +330,20 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     key: seeds the randomness.
     version: step of the engine's weights.
     progress: called when a turn ends.
-    carried: result 2 of the previous step; () without --carry; None in evaluation, which ignores --round_len
-        and --carry.
-    top_p: see Engine.generate. Training always samples with top_p 1."""
+    carried: result 2 of the previous step; () without --carry; None in evaluation.
+    top_p: see Engine.generate."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal. So only one is sampled, and copied at the end.
+    # At temperature 0, all samples of a prompt are equal: one is sampled, and copied at the end.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
     home = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # After a resume, carried trajectories may be on other ranks than in a run that was not interrupted. They
-    # are moved to `home`, the same rank in both cases, so that both runs give the same results.
+    # After a resume, carried trajectories may be on other ranks. `home` is the rank that they would have
+    # without the resume.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
@@ -377,16 +359,13 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Sample round after round until there are enough samples. Returns the keys of the samples to use, or
-    None if sampling was aborted. Keys of samples on other ranks may be among them.
+    """Sample round after round until there are enough samples. Returns the keys of the samples to use, also
+    of samples on other ranks, or None if sampling was aborted.
 
-    With --round_len, the unfinished trajectories are distributed over all ranks again after each round.
-
-    If `carries` is false, sampling ends when all trajectories are complete.
-    If `carries` is true (training with --carry), sampling ends when two conditions hold:
-    1. cfg.samples_per_step trajectories are complete. If the advantage compares the samples of a prompt, a
-       trajectory counts only when all trajectories of its prompt are complete.
-    2. No prompt that began --max_staleness steps ago or earlier has an unfinished trajectory."""
+    If `carries` is false, sampling ends when all trajectories are complete. Otherwise when
+    1. cfg.samples_per_step trajectories are complete (if samples are compared: with all samples of the
+       prompt)
+    2. and no unfinished prompt began --max_staleness steps ago or earlier."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)
@@ -412,9 +391,8 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
     """Distribute the samples `keys` over the ranks. Returns key -> rank.
 
-    If there are few prompts, the samples of a prompt are spread over the ranks, so that the engines finish at
-    about the same time. Otherwise all samples of a prompt go to one rank, so that only one engine computes
-    the prompt."""
+    All samples of a prompt go to one rank, which computes the prompt once. With few prompts, they are spread,
+    and the engines finish at about the same time."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -423,20 +401,17 @@ def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
-    """Move samples between ranks so that all samples of a prompt are on one rank. Returns this rank's
-    samples, ordered by (prompt_id, sample_id). A collective."""
+    """Move samples so that all samples of a prompt are on one rank. Returns this rank's samples, ordered by
+    (prompt_id, sample_id). A collective."""
     outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Balances the unfinished trajectories between the ranks. held[r]: the keys of those on rank r. Returns
-    key -> new rank, for each trajectory that must move.
-
-    After the moves, two ranks differ by at most one trajectory. As few as possible move."""
+    """Balances unfinished trajectories between ranks with as few moves as possible. held[r]: the keys of
+    those on rank r. Returns key -> new rank, for each that moves."""
     ranks, total = len(held), sum(map(len, held))
-    # If the total is not a multiple of `ranks`, some ranks get one key more. These are the fullest ranks, so
-    # that fewer keys move.
+    # The fullest ranks get the keys that are left over, so that fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -450,14 +425,13 @@ Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one va
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> list with one value for each problem. Every problem has `n` samples. The metrics:
+    """Returns metric -> one value for each problem, which has `n` samples:
 
-        avg@n         mean reward of the n samples
+        avg@n         mean reward
         pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
         maj@n         see `majority`; for n above 2
         response_len  mean number of tokens
-        truncated     fraction of responses that were cut at the length limit
-    """
+        truncated     fraction of responses cut at the length limit"""
     groups = group_by_prompt(samples)
     right = [sum(s.right for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -471,14 +445,14 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right, if
-    the k samples are drawn without replacement from n samples of which `right` are right."""
+    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right,
+    drawn without replacement from n samples, of which `right` are right."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if the most frequent answer among a prompt's samples is right, else 0. If several answers are
-    equally frequent, returns the fraction of right answers among them."""
+    """Returns 1 if the most frequent answer of a prompt's samples is right, else 0. With a tie, returns the
+    fraction of right answers among the most frequent."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.right}
@@ -494,8 +468,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
-    """Returns the sample as one row of a file in samples/ or eval/. With `save_logps` the row also has the
-    response's token ids and the engine's log-probs (nats; None at tokens of the environment)."""
+    """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
+    engine's log-probs (nats; None at tokens of the environment)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if problem.fields:
@@ -516,13 +490,11 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Returns a short name for each evaluation file. If two names would be equal, names of local files begin
-    with their folders. Raises UserError if that does not help.
+    """Returns a short name for each evaluation file. Raises UserError if two files can't get different names.
 
         eval_sets/aime2024.json                          aime2024
         gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
-        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test
-    """
+        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
@@ -541,7 +513,7 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
     """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
     for each response (`sample_row`). step: step of the engine's weights.
 
-    Every step uses the same random numbers, so only the weights differ between two evaluations."""
+    Every evaluation uses the same random numbers."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -557,7 +529,7 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns metric -> one value for each problem (see `accuracy`), for the samples of all ranks. The
-    problems are in ascending order, so a mean has the same rounding for any number of ranks."""
+    problems are sorted, so a mean has the same rounding for any number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))
@@ -570,15 +542,15 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """Returns a new engine for the model folder `path`. Raises UserError if the engine can't run this model
-    on this device."""
+    """Returns a new engine for the model folder `path`. Raises UserError if the engine can't run this
+    model."""
     check_engine_flags(path, cfg, device)
     return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError if --tp is used without vLLM, or if the model in the folder `path` does not support
-    sequences of cfg.engine_len tokens."""
+    """Raises UserError if --tp is used without vLLM, or if the model in `path` does not support
+    cfg.engine_len tokens."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with --engine torch", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
@@ -588,12 +560,12 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens, or infinity if the config does not
-    say. If the config scales the rotary embedding (RoPE), the result is the length after scaling."""
+    """Returns the longest sequence that the model supports, in tokens, after scaling of the rotary embedding
+    (RoPE). Infinity if the config does not say."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
-    # If each type of layer has its own RoPE, max_position_embeddings is already the length after scaling.
+    # With several RoPEs, max_position_embeddings is already the length after scaling.
     scaled = not others and rope.get("rope_type") in ("linear", "yarn")
     return max(known, original * rope.get("factor", 1)) if scaled else known
 

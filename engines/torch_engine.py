@@ -1,11 +1,9 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests.
 
-At most `max_num_seqs` responses are decoded at once, in a batch called a wave. The requests with the longest
-prompts are in the first wave.
+At most `max_num_seqs` responses are decoded at once, in a batch called a wave.
 
-Responses to the same prompt share a row of the KV cache as long as their tokens are equal. When the next
-tokens differ, the row is copied. When no response uses a row any more, the last row may move there.
-In this example, responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
+Responses to the same prompt share a row of the KV cache as long as their tokens are equal. Then the row is
+copied. Here responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
 
     step   sampled tokens       rows of the cache (| separates rows)   row of each response (`where`)
     0      -                    p q | r                                1: 0   2: 0   3: 1
@@ -13,13 +11,11 @@ In this example, responses 1 and 2 have the prompt `p q`, and response 3 has the
     2      1: b   2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
     3      1: EOS 2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
-Prompts are padded on the left. So all prompts end in the same column of the cache, and each decoding step
-writes one column. The dots are padding, which `Cache.allowed` masks:
+Prompts are padded on the left, so each decoding step writes one column:
 
     column      0 1 2 3 4 5
     row 0       p q r s a b      prompt p q r s, response a b
-    row 1       . . t u x y      prompt t u, response x y
-"""
+    row 1       . . t u x y      prompt t u, response x y"""
 
 from __future__ import annotations
 
@@ -35,41 +31,35 @@ from model import Policy, Segments, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response, one token in each
-    column. Shorter prompts have padding in front.
+    """The KV cache. A row has the tokens of a prompt and of its response. Shape for each layer:
 
-    Shape for each layer: (2, capacity, Hkv, columns, d)
+    (2, capacity, Hkv, columns, d)
         2         keys and values
         capacity  largest number of rows
         Hkv       number of key heads
-        d         size of a head
-    """
+        d         size of a head"""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """At first, R of the `capacity` rows are in use, one for each distinct prompt. When responses to a
-        prompt differ, its row is copied to other rows.
-
-        lengths (R,): number of tokens of each distinct prompt
+        """lengths (R,): number of tokens of each distinct prompt
         steps: largest number of tokens of a response
         like: a tensor with the dtype and device of the cache"""
         self.rows, self.width = len(lengths), int(lengths.max())
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # zeros, because unused memory may contain NaN, and masked attention computes 0 × NaN = NaN
+        # zeros, because masked attention computes 0 × NaN = NaN for NaN in unused memory
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         padding = lengths.new_zeros(capacity)
         padding[:self.rows] = self.width - lengths
         column = torch.arange(self.width + steps, device=like.device)
         # (capacity, 1, 1, columns) bool, false at padding
         self.allowed = (column >= padding[:, None])[:, None, None]
-        # During a prefill (the forward pass of T prompt tokens), `prefill` has two tensors (T,): the row and
-        # the column of each token. In decoding steps it is None.
+        # In a prefill of T prompt tokens, two tensors (T,): the row and column of each. Otherwise None.
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the new keys and values of Hkv heads of size d. In a prefill (the forward pass of T prompt
-        tokens), their shape is (1, Hkv, T, d). In a decoding step of R rows, it is (R, Hkv, 1, d)."""
+        """Store new keys and values: (1, Hkv, T, d) in a prefill of T prompt tokens, (R, Hkv, 1, d) in a
+        decoding step of R rows."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -78,17 +68,16 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the keys, the values and a mask that is false at padding, for all columns up to the current
-        column, or for the last `window` of these columns."""
+        """Returns the keys, the values and a mask that is false at padding, for the columns up to the current
+        one, or for the last `window` of them."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Replace the rows of the cache by n rows, each with the content of an old row. parents (n,), sorted:
-        the old row of each. Old rows that are not in `parents` are lost. Returns (n,): for each entry of
-        `parents`, the row that has the content now. As many as possible stay where they are, because copying
+        """Replace the rows of the cache by copies of the rows `parents` (n,), which must be sorted. Other
+        rows are lost. Returns (n,): the new row of each entry. Most rows stay where they are, because copying
         takes time."""
         n = self.rows = len(parents)
         stays = parents < n
@@ -107,9 +96,8 @@ LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute its
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules. One matrix product gives
-    query, key and value, and another one gives the MLP's gate and up projections. This is faster, because
-    small models on a CPU spend much time between operations.
+    """Computes a decoding step with fewer operations than the model's own modules, which is faster on a CPU.
+    One matrix product gives query, key and value, another one the MLP's gate and up projections.
 
     Model types outside LLAMA_LIKE run their own modules."""
 
@@ -118,8 +106,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
-        """Prepare for a wave (a batch of responses): concatenate the current weights, and compute the tables
-        of the rotary embedding for positions 0 to `positions` - 1."""
+        """Concatenate the current weights, and compute the tables of the rotary embedding for positions 0 to
+        `positions` - 1."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -130,8 +118,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D), of size D, for one new token in each of the R rows of the
-        cache. Writes the keys and values of these tokens to the cache. tokens, positions: (R,)."""
+        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache. tokens,
+        positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -144,10 +132,9 @@ class FusedDecoder:
         return rms_norm(self.policy.model.norm, x)
 
     def _attention(self, attention, heads, cos, sin, cache, i):
-        """Returns the output (R, D) of the attention of layer i, for R rows of the cache and hidden size D.
+        """Returns the output (R, D) of the attention of layer i.
 
-        heads (R, (H + 2 Hkv) d): the H query heads of each row, then its Hkv key heads, then its Hkv value
-            heads, concatenated. d: size of a head"""
+        heads (R, (H + 2 Hkv) d): for each row, its query heads, key heads and value heads, concatenated"""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
@@ -163,16 +150,14 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight and the bias (or None) of one linear layer whose output is the concatenation of the
-    outputs of the layers `names` of `module`."""
+    """Returns the weight and the bias (or None) of one linear layer that replaces the layers `names` of
+    `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
 
 
 class TorchEngine(Engine):
-    """The engine in plain PyTorch; see the top of this file."""
-
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         self.policy.to(dtype).requires_grad_(False)
@@ -198,8 +183,9 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
     def _wave(self, wave, requests, limits, temperature, key, top_p):
-        """Decodes the responses to requests[k], for each k of `wave`, as one batch. Yields each response when
-        it ends. where[j] is the row of the cache that response j uses."""
+        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each response when it
+        ends.
+        where[j]: the row of the cache that response j uses."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -225,10 +211,9 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            # Rows change only if a response has ended, or if responses with equal tokens still share a row.
+            # Rows change only if a response has ended, or if responses still share a row.
             if done or cache.rows < len(where):
-                # Responses go on sharing a row if they sampled the same token: each distinct pair (row,
-                # token) gets one row.
+                # Each distinct pair (row, token) gets one row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t
@@ -236,9 +221,8 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on B `prompts` (tuples of tokens). Equal prompts share a row of the cache. Returns
-        the cache with R rows, the row of each prompt (B,), and for each row the last hidden state of its last
-        token (R, D), where D is the hidden size."""
+        """Runs the model on B `prompts` (tuples of tokens). Returns the cache with R rows, the row of each
+        prompt (B,), and for each row the last hidden state of its last token (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -259,9 +243,8 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool, one for each of the B responses: true if its token of step t is EOS or completes
-        a stop string. Decoding tokens to text is slow, so only responses whose token is in `may_stop` (the
-        tokens in which a stop string can end) are decoded.
+        """Returns (B,) bool: true for a response whose token of step t is EOS or completes a stop string.
+        Only tokens in `may_stop` are decoded, because decoding is slow.
 
         token (B,): the tokens of step t
         ids (B, steps): the tokens of steps 0 to t"""
@@ -276,9 +259,8 @@ class TorchEngine(Engine):
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Returns the logits (B, V) of B responses over a vocabulary of V, with -inf for all tokens outside the
-    nucleus (arXiv 1904.09751): the fewest tokens whose probabilities, softmax(logits), sum to `top_p` or
-    more."""
+    """Returns the logits (B, V), with -inf outside the nucleus (arXiv 1904.09751): the fewest tokens whose
+    probabilities sum to `top_p` or more."""
     if top_p == 1:
         return logits
     ordered, order = logits.sort(-1, descending=True)
@@ -289,12 +271,11 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float,
                  top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns one token for each of B responses: tokens (B,), drawn from the nucleus of logits / temperature
-    (see `nucleus`), and their log-probs (B,) in nats. logits: (B, V), for a vocabulary of V. Temperature 0
-    takes the token with the highest logit.
+    """Returns one token for each of B responses: tokens (B,), drawn from the nucleus of logits (B, V) /
+    temperature, and log-probs (B,) in nats. Temperature 0 takes the highest logit.
 
-    u (B,): uniform random numbers in [0, 1). The sampled token is the first token whose cumulative
-        probability is above u."""
+    u (B,): uniform random numbers in [0, 1). The first token whose cumulative probability is above u is
+        taken."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -313,10 +294,9 @@ def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
 
 
 def _may_stop(tokenizer, vocabulary, stop):
-    """Returns one bool for each token of the vocabulary: true if a stop string can end inside the token."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    # A token that ends a character which an earlier token began is decoded as the replacement character. A
-    # stop string may end with this character, so such tokens count, too.
+    # A token that ends a character of an earlier token is decoded as the replacement character. A stop string
+    # may end there.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -1,15 +1,10 @@
 """An engine that runs vLLM inside each training rank.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
-and no KV cache, so each step loads the weights again, in an order that keeps the peak memory low:
+and no KV cache. Each step first loads the weights, then frees the gathered copies, then allocates the KV
+cache.
 
-    1. Allocate memory for the engine's weights.
-    2. Copy the policy's weights there, one by one.
-    3. Free the memory that gathering these weights took.
-    4. Allocate the KV cache.
-
-Only the versions of vLLM in VERSIONS are accepted, because they were tested. vLLM 0.26, for example, loses a
-part of its state when it sleeps at level 2."""
+Only tested versions of vLLM are accepted. vLLM 0.26 loses a part of its state at sleep level 2."""
 
 import os
 import warnings
@@ -24,17 +19,16 @@ VERSIONS = ("0.32", "0.33")
 
 
 class VLLMEngine(Engine):
-    """Runs vLLM's class LLM in the process of a training rank. For this it uses the executor
-    `external_launcher`, which starts no processes of its own. With --tp N, each group of N neighbouring ranks
-    is one engine."""
+    """Runs vLLM's class LLM in the process of a training rank, with the executor `external_launcher`. With
+    --tp N, each group of N neighbouring ranks is one engine."""
 
     needs_selfcheck = True
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         LLM = _import_vllm()
-        # On a CPU, enforce_eager turns off compilation, which would take minutes. Chunked prefill on a CPU
-        # raises "CPU Generator does not use offset" for requests that have a seed (vLLM 0.32).
+        # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
+        # a seed (vLLM 0.32).
         memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
                   if self.device.type == "cuda" else
                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
@@ -51,9 +45,8 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # vLLM copies a layer's tensors as soon as it has received the whole layer, but for some models it
-        # copies embedding and head only after the last tensor. By then FSDP has freed these two tensors, so
-        # clones of them are passed to vLLM.
+        # For some models, vLLM copies embedding and head only after the last tensor. By then FSDP has freed
+        # both, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -75,9 +68,8 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
-        """With --tp, several ranks form one engine, and vLLM needs the same requests in the same order on all
-        of them. So each rank queues the requests of all ranks of the engine, but yields only the responses to
-        its own requests."""
+        """With --tp, vLLM needs the same requests in the same order on all ranks of an engine. So each rank
+        queues all requests, but yields only the responses to its own."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -87,15 +79,15 @@ class VLLMEngine(Engine):
             k = key_of[output.request_id]
             if k in requests:
                 response = output.outputs[0]
-                # _enqueue sets logprobs=0: vLLM returns log-probs of the sampled tokens only, one for each.
+                # _enqueue sets logprobs=0: vLLM returns the log-prob of each sampled token only.
                 assert response.logprobs.token_ids == list(response.token_ids)
                 ids = np.array(response.token_ids, dtype=np.int32)
                 logp = np.array(response.logprobs.logprobs, dtype=np.float32)
                 yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
 
     def _enqueue(self, queued, temperature, key, top_p):
-        """Queue requests in vLLM, longest prompts first. queued: (prompt_id, sample_id) -> (prompt tokens,
-        largest number of response tokens). Returns vLLM's request id -> (prompt_id, sample_id)."""
+        """Queue requests in vLLM, longest prompts first. queued: k -> (prompt tokens, largest number of
+        response tokens), for k = (prompt_id, sample_id). Returns vLLM's request id -> k."""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
@@ -110,8 +102,7 @@ class VLLMEngine(Engine):
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version):
-        """Yields vLLM's output of each response when the response ends. Raises RuntimeError if vLLM fails. If
-        vLLM hangs, guard/watch.py ends the process."""
+        """Yields vLLM's output of each response when the response ends. Raises RuntimeError if vLLM fails."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             with self.engine_errors(f"to sample with the weights of step {version}"):
@@ -120,8 +111,8 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """Imports vLLM and returns its class LLM. Raises UserError if vLLM can't be imported or if its version is
-    not in VERSIONS."""
+    """Imports vLLM and returns its class LLM. Raises UserError if vLLM is missing, or its version not in
+    VERSIONS."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
@@ -140,9 +131,8 @@ def _import_vllm():
 
 
 def _repack_tied_head(model):
-    """On a CPU, vLLM computes logits with a packed copy of the head's weights. When it loads new weights, it
-    updates this copy, but not if the head is tied to the embedding. Then this function updates it, because
-    vLLM would otherwise sample with the old head."""
+    """On a CPU, vLLM samples with a packed copy of the head's weights, which it does not update if the head
+    is tied to the embedding. This function updates it."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":

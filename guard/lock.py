@@ -1,4 +1,4 @@
-"""The lock of a run's folder. While a run uses the folder, no other run on any host can write to it."""
+"""The lock of a run's folder: no other run on any host can write to a folder in use."""
 
 import atexit
 import contextlib
@@ -12,17 +12,16 @@ from typing import Any
 
 from configs import require
 
-HEARTBEAT = 20.0  # the lock's owner renews the modification time of the lock file every 20 seconds
-DEAD = 120.0  # after this number of seconds without a renewal, another run may take over the folder
+HEARTBEAT = 20.0  # seconds between the owner's renewals of the lock file's modification time
+DEAD = 120.0  # after this number of seconds without a renewal, another run may take over
 
 
 class FolderLock:
-    """A lock file in a run's folder. The file names its owner: the host and the process of a run. The owner
-    has a heartbeat: a thread that renews the file's modification time every HEARTBEAT seconds.
+    """A lock file in a run's folder, which names its owner: host and process of a run. A thread of the owner
+    renews the file's modification time.
 
-    Another run takes over the lock if the owner ran on the same host and is dead, or if the owner ran on
-    another host and its heartbeat has stopped. flock is no alternative: on NFS, the flock of a crashed host
-    may never be released."""
+    Another run takes over if the owner is dead, or on another host without a heartbeat. Not flock: on NFS,
+    the flock of a crashed host may never be released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
@@ -30,8 +29,8 @@ class FolderLock:
                      "start": _start_of(os.getpid())}
 
     def claim(self) -> None:
-        """Make the folder and take its lock. If a run on another host owns the lock, waits up to DEAD seconds
-        for a heartbeat. Raises UserError if another run uses the folder, and OSError if the disk fails."""
+        """Make the folder and take its lock. Waits up to DEAD seconds for an owner on another host. Raises
+        UserError if another run uses the folder, and OSError if the disk fails."""
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -54,8 +53,7 @@ class FolderLock:
     def release(self) -> None:
         """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
-        # After an error of the disk the lock file stays. Another run can take over the lock, because the
-        # heartbeat has stopped.
+        # After a disk error the lock file stays, but another run can take it over: the heartbeat has stopped.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -68,13 +66,13 @@ class FolderLock:
             return {}
 
     def _is_alive(self, owner):
-        """Returns whether the owner of the lock is alive. For an owner on another host, waits up to DEAD
-        seconds for a heartbeat."""
+        """Returns whether the lock's owner is alive. Waits up to DEAD seconds for an owner on another
+        host."""
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        # The clocks of two hosts may differ. So the age of the last heartbeat is measured with the clock of
-        # the file server: utime sets the folder's modification time to the server's time.
+        # The clocks of two hosts may differ. utime sets the folder's time to the file server's clock, which
+        # also dates the heartbeats.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
@@ -85,15 +83,15 @@ class FolderLock:
         return self._beaten() not in (before, 0.0)
 
     def _beaten(self):
-        """Returns the modification time of the lock file in seconds; 0 if there is no file."""
+        """Returns the lock file's modification time in seconds; 0 without a file."""
         try:
             return self.file.stat().st_mtime
         except OSError:
             return 0.0
 
     def _beat(self):
-        """Renew the modification time of the lock file until `release`. If another run has taken over the
-        lock, end this process, so that it no longer writes to the folder."""
+        """Renew the lock file until `release`. If another run has taken over the lock, end this process, so
+        that it no longer writes to the folder."""
         while not self.ended.wait(HEARTBEAT):
             owner = self.owner()
             if owner == self.mine:
@@ -106,16 +104,16 @@ class FolderLock:
 
 
 def _system():
-    """Returns a text that identifies the booted kernel and the process namespace. A pid is unique only within
-    this system: two hosts may have the same name, and each container has its own pids."""
+    """Returns a text that identifies the booted kernel and the process namespace, in which a pid is
+    unique."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid` as text; "" if there is no such process. Two processes that had
-    the same pid have different start times."""
+    """Returns the start time of process `pid` as text; "" without such a process. A later process with the
+    same pid has another start time."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

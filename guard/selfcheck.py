@@ -19,11 +19,8 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 # Largest allowed mean of |engine's log-prob - trainer's log-prob|, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# The stages of the self-check. Each stage has four entries:
-#     start of the error message
-#     factor by which the policy's weights are multiplied when they are copied to the engine
-#     1: the prompts; -1: the prompts with reversed tokens, so that the prefix cache does not have them yet
-#     likely causes of a failure, for the error message
+# Four entries of a stage: start of the error message; factor of the weights in the engine; 1: the prompts,
+# -1: reversed prompts, which the prefix cache does not have yet; likely causes.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -35,7 +32,7 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the weights of the policy. Returns a line that says how closely engine and trainer
+    """Run `selfcheck` with the policy's weights. Returns a line that says how closely engine and trainer
     agree. Raises UserError if they disagree."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
@@ -46,7 +43,7 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
     with dist.phase("selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # reset the timers, because the self-check is not part of the first step
+    dist.phase_seconds()  # reset the timers for the first step
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
                 "a fix of the cause, or --no-selfcheck to train anyway")
@@ -54,9 +51,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. Four prompts are problems of the data. The
-    fifth prompt has up to 300 tokens. vLLM's prefix cache stores only whole blocks (16 tokens on GPUs, 128 on
-    CPUs), so only a long prompt shows whether the cache still has keys and values of old weights."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One prompt is long, because vLLM's prefix
+    cache stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -67,22 +63,15 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
     """Returns a description of the first disagreement between engine and trainer, or "". Also returns the
-    largest gap of stages 1, 2 and 4: the mean of |engine's log-prob - trainer's log-prob| over tokens, in
-    nats.
+    largest
+    gap: the mean of |engine's log-prob - trainer's log-prob| over tokens, in nats.
 
-    In each of four stages the engine wakes, gets weights, answers the prompts (prompt_id -> tokens) greedily
-    and by sampling, and sleeps.
+    In each stage of STAGES the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily
+    and by sampling, and sleeps. With halved weights, the log-probs must differ from the trainer's.
 
-        1  the trainer's weights             prompts
-        2  the trainer's weights             prompts
-        3  the trainer's weights, halved     reversed prompts, which are not in the prefix cache
-        4  the trainer's weights             reversed prompts
+    `weights()`: for `Engine.awake`. `trainer_logp(samples, temperature)`: (response tokens,).
 
-    In stages 1, 2 and 4 the engine's log-probs must agree with `trainer_logp(samples, temperature)`, a tensor
-    of shape (number of response tokens,). In stage 3 the log-probs must differ, because only the engine's
-    weights are halved. `weights()` returns the weights for `Engine.awake`.
-
-    A disagreement does not end the self-check, because the ranks of one engine must go through all stages
+    A disagreement does not end the self-check, because an engine's ranks must go through all stages
     together."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"

@@ -1,7 +1,6 @@
-"""The checks at the start of a run, in order. A failed check raises UserError, the same on every rank. For an
-evaluation set, check_gold only prints.
+"""The checks at the start of a run, in order. A failed check raises UserError, the same on every rank.
 
-    preflight       Do all ranks run the same program? Do they share a folder that no other run uses?
+    preflight       Do all ranks run the same program? Is the folder shared, and used by no other run?
     check_same      Do all ranks read the same data and weights?
     check_fit       Does the run fit on the devices and on the disk?
     check_gold      Can the gold answers be graded?
@@ -54,12 +53,10 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """Returns the run's folder as an absolute path, and the folder's lock, which rank 0 holds.
+    """Returns the run's folder as an absolute path, and the folder's lock, which rank 0 (`main`) holds.
 
-    main: whether this is rank 0
-
-    Raises UserError if two ranks run different programs, if a rank can't write to the folder, if another run
-    uses the folder, or if torz does not support the model family."""
+    Raises UserError if two ranks run different programs, if the folder is in use or not writable, or if torz
+    does not support the model."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -68,7 +65,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Called only for its UserError: refuse an unknown model family now, before its tokenizer is read.
+        # Only for its UserError: refuse an unknown model family before its tokenizer is read.
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -79,8 +76,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
     """Make the run's folder and take its lock.
 
-    Raises UserError if another run uses the folder, if the folder can't be written to, if it is not empty
-    with --resume never, or if it contains files of the user that this run would overwrite."""
+    Raises UserError if the folder is in use, is not writable, is not empty with --resume never, or contains
+    files of the user that this run would overwrite."""
     folder = lock.file.parent
     try:
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -90,7 +87,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
-        # Without this check, the export could fail at the end of the run.
+        # Otherwise the export could fail at the end of the run.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
@@ -99,15 +96,13 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                         "folder") from None
 
 
-# Names of the files and folders that a run or tools.report writes. They are overwritten only in the folder of
-# an earlier run (`is_run`).
+# What a run or tools.report writes. It is overwritten only in the folder of an earlier run (`is_run`).
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
            "export samples eval tb nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether an earlier run has written to this folder: the folder contains the lock of a killed
-    run, a config.json of torz, or a complete checkpoint."""
+    """Returns whether an earlier run has written to this folder."""
     with suppress(OSError, ValueError):
         if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
             return True
@@ -115,8 +110,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if `folder` is another folder on this
-    rank's machine than on rank 0's. owner: the content of the lock file that rank 0 has written."""
+    """Raises UserError if this rank can't write to the folder, or if rank 0's folder is another one. owner:
+    the content of the lock file that rank 0 has written."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
@@ -130,7 +125,7 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
-    verb: "reads" gives the message "not every rank reads what rank 0 reads"
+    verb: "reads" gives "not every rank reads what rank 0 reads"
     facts: name -> text, for example the hash of a file
     needed: end of the message: what the user should do"""
     every = dist.gather((os.uname().nodename, dict(facts)))
@@ -142,13 +137,11 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
 def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokenizer: Any,
                grader: Grader) -> tuple[ckpt.Facts, ckpt.Facts]:
-    """Returns two dicts of facts, name -> value, about what the run reads. When a run resumes, the facts of
-    the first dict must be the same, although the paths of the files may change. The facts of the second dict
-    may change, and the resumed run prints each change.
+    """Returns two dicts of facts, name -> value, about what the run reads. When a run resumes, the first dict
+    must be the same. Changes of the second are printed.
 
-    A resumed run takes the weights of policy and critic from the checkpoint, so the files of their weights
-    may change. The files of the reference's weights must be the same, unless the checkpoint contains these
-    weights too."""
+    The files of policy and critic may change, because a resumed run takes their weights from the
+    checkpoint."""
     files, config = grader.files, vars(cfg)
     read = {"--data or --template": fingerprint(problems), "--env": files.get(grader.env),
             "--reward": [vars(term) | {"custom": files.get(grader.customs.get(term.custom))}
@@ -166,9 +159,8 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Returns the config with the date that the prompts contain, and fixes this date in the tokenizer's chat
-    template. The date is --date, or `earlier` (the checkpoint's date), or today on rank 0. The date is "" if
-    the chat template prints no date. A collective. Raises UserError if --date has no effect."""
+    """Returns the config with the date that the prompts contain: --date, or `earlier` (the checkpoint's
+    date), or today on rank 0; "" without a date. A collective. Raises UserError if --date has no effect."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -179,10 +171,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number in the place of --shard_ranks auto. If this run continues a checkpoint
-    that as many ranks saved, it is the checkpoint's number: with another number, gradients would be summed in
-    another order, and so rounded differently. Otherwise the plan selects the number. saved: the checkpoint's
-    state.json."""
+    """Returns the config with a number in the place of --shard_ranks auto. `saved`: the checkpoint's
+    state.json. If as many ranks saved the checkpoint, its number is kept, because another would round
+    gradients differently."""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -190,8 +181,8 @@ def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Con
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Returns the name and a hash of a complete checkpoint; "none" if `path` is None. The hash differs if two
-    machines have different checkpoints at the same path."""
+    """Returns the name and a hash of a complete checkpoint; "none" if `path` is None. Different checkpoints
+    at the same path have different hashes."""
     if path is None:
         return "none"
     return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
@@ -200,23 +191,22 @@ def checkpoint_id(path: Path | None) -> str:
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless the disk of `folder` has `needed` bytes for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    # The run will delete its old checkpoints, so their bytes count as free.
+    # The run will delete its old checkpoints.
     free = shutil.disk_usage(folder).free + used
     require(free >= needed, f"only {gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)} there, a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns the shapes of the policy, of the model that the critic starts from, and of the reference.
-    Raises UserError if a model can't be read or its family is unknown."""
+    """Returns the shapes of policy, critic and reference. Raises UserError if a model can't be read or its
+    family is unknown."""
     return [plan.shape_of(load_config(path).to_dict(), path)
             for path in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model)]
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError if --critic_model or --ref_model lacks a token of --model, or has another id for it,
-    because critic and reference get the policy's token ids as input. They may have more tokens. If their
-    folder has no tokenizer, only the size of their vocabulary is checked."""
+    """Raises UserError if --critic_model or --ref_model has another id for a token of --model, or lacks the
+    token. Without a tokenizer in their folder, only the size of the vocabulary is checked."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
@@ -228,8 +218,7 @@ def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
 
 
 def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
-    """Raises UserError if --keep_best matches no metric. The metrics are those of the evaluation sets, and
-    reward, score and pass@n. held_out: names of the evaluation sets."""
+    """Raises UserError if --keep_best matches no metric. held_out: names of the evaluation sets."""
     if cfg.keep_best in ("", "auto"):
         return
     samples = cfg.eval_samples
@@ -241,9 +230,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the memory of the smallest device and of the smallest host, and
-    the largest number of ranks of a machine. A collective. problems: number of prompts of an epoch; 0 if
-    unknown."""
+    """Returns the run as a plan.Case, with the smallest device and host, and the most ranks of a machine. A
+    collective. problems: prompts of an epoch; 0 if unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -253,9 +241,8 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py), and prints its first section: ranks, device, steps and so on.
-    problems: number of prompts of an epoch. Raises UserError, with a remedy, if the run does not fit on the
-    devices or on the disk of --out."""
+    """Returns the run's plan (tools/plan.py), and prints its first section. problems: prompts of an epoch.
+    Raises UserError, with a remedy, if the run does not fit on the devices or on the disk of --out."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -269,16 +256,16 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # of a data set with more gold answers, a random sample of this size is checked
-GOLD_LIMIT = 0.01  # a run starts if at most this share of the checked gold answers can't be graded
+GOLD_SAMPLE = 2_000  # with more gold answers, a random sample of this size is checked
+GOLD_LIMIT = 0.01  # a run starts if at most this share can't be graded
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers of the data set `name` can't be graded, and show the first five of them.
+    """Print how many gold answers of the data set `name` can't be graded, and the first five.
 
-    Raises UserError if more than GOLD_LIMIT of the checked gold answers can't be graded, unless `refuse` is
-    False or --go is given. Problems that only a custom reward grades are not checked."""
+    Raises UserError for more than GOLD_LIMIT of them, unless `refuse` is False or --go is given. Problems
+    that only a custom reward grades are not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -294,20 +281,18 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns the `indices` of problems whose gold answers can't be graded. A gold answer can't be graded
+    """Returns the `indices` of problems whose gold answers can't be graded:
 
-    - if it is empty or too long
-    - if the problem's kind is "choice", but the gold answer is not a letter
-    - if the problem's kind is "math", and comparing the gold answer with a wrong answer raises an error or
-      times out"""
+    - empty or too long
+    - kind "choice", but not a letter
+    - kind "math", and comparing it with a wrong answer raises an error or times out"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # Submit a wrong answer, so that math-verify must parse the gold answer. math-verify would not
-            # parse a gold answer that is equal to the submitted text.
+            # A wrong answer, because math-verify would not parse a gold answer equal to the submitted text.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -320,10 +305,8 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> None:
     """Raises UserError for an extra reward in --reward that can't work:
 
-        format, tags    (from Open-R1) need <think> in the response, so the prompt must not end with <think>
-        length          compares the samples of a prompt. So it needs several samples a prompt, all in one
-                        step. With --carry, they may be in several, unless the advantage compares them.
-    """
+        format, tags    need <think> in the response, so the prompt must not end with <think>
+        length          needs several samples of a prompt, all in one step"""
     names = {t.name for t in terms_of(cfg)}
     require("length" not in names or cfg.samples_per_prompt > 1, "--reward length compares the samples of a "
             "prompt, and each prompt has only one (--samples_per_prompt 1)",
@@ -344,11 +327,10 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each, and how many responses were graded as
-    correct, wrong, truncated and so on.
+    """Print three prompts of the first step with a response each, and how many responses were correct, wrong,
+    truncated and so on.
 
-    Raises UserError if all responses of the step score 0 or if more than half of them were cut by length,
-    unless --go is given.
+    Raises UserError if all responses score 0 or more than half were cut by length, unless --go is given.
 
     batch, samples: the prompts of the step, and this rank's graded responses
     errors: messages of errors in this rank's grader"""

@@ -1,6 +1,4 @@
-"""Ends a process that hangs, and turns a signal such as ctrl-C into a stop at the end of a step.
-
-dist.py has the current phase (CURRENT) and the signal that requested a stop (stop_signal)."""
+"""Ends a process that hangs, and turns a signal such as ctrl-C into a stop at the end of a step."""
 
 import atexit
 import contextlib
@@ -19,10 +17,9 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that ends this process if the run stalls: a phase takes longer than `limit` seconds on
-    any rank. The thread first prints the stacks of this process. The exit status is 1, so torchrun can
-    restart the run."""
-    if CURRENT.limit:  # an earlier run in this process has started the thread
+    """Start a thread that ends this process, with status 1, if a phase takes longer than `limit` seconds on
+    any rank. First the thread prints this process's stacks."""
+    if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
     store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
@@ -46,14 +43,14 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # At exit, Python kills daemon threads. If it killed this thread inside the store's C++ code, the process
-    # would abort. So `end` first waits for the thread.
+    # If Python killed this daemon thread inside the store's C++ code, the process would abort at exit. So
+    # `end` waits for it.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns which rank has stalled: "rank 3 on HOST in phase rollout". Returns "" if no rank has stalled.
-    If this rank has stalled, tells the other ranks through the store."""
+    """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "". If this rank has
+    stalled, tells the others through the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -62,10 +59,10 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 
 def print_stacks(head: str) -> None:
-    """Print `head` and the stack of each thread of this process, innermost call first. Each line starts with
-    the rank, and is written with one call, so that lines of several ranks do not mix."""
+    """Print `head` and the stack of each thread of this process, innermost call first. Each line is one
+    write, so that lines of several ranks do not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        # faulthandler reads no source files, so it works even if a disk hangs.
+        # works even if a disk hangs, because faulthandler reads no source files
         faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
@@ -75,13 +72,12 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C do not end the process, but request a stop
-    (dist.stop_requested). The process ends with status 1 if the block has not ended `grace` seconds after the
-    first signal, or at a ctrl-C more than 2 s after the first signal."""
+    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
+    process ends with status 1 if the block lasts `grace` seconds more, or at a ctrl-C more than 2 s after the
+    first signal."""
     ended = threading.Event()
 
-    # A second signal may interrupt this handler and call it again. So the handler must not take a lock: the
-    # second call would wait for the first call for ever.
+    # No lock here: a second signal may interrupt this handler, and would wait for the first for ever.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
@@ -89,7 +85,7 @@ def handle_signals(grace: float) -> Iterator[None]:
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
                          f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n".encode())
-        # torchrun repeats the first ctrl-C, so a ctrl-C within two seconds of the first is ignored.
+        # torchrun repeats the first ctrl-C, so an early second one is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 
