@@ -2,11 +2,10 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three-digit numbers. There a response that works out the sum is much longer
-than a guess, so the response length shows which of the two the model does. Missing base models are
-pretrained. Finished runs of an earlier call are not repeated.
+PPO and GRPO also train on sums of three-digit numbers. Missing base models are pretrained. Finished runs of
+an earlier call are not repeated.
 
-The results, which LEGEND explains, go to bench/results/algorithms.json, .md and .png."""
+The results go to bench/results/algorithms.json, .md and .png."""
 
 from __future__ import annotations
 
@@ -30,13 +29,12 @@ from log import read_metrics
 from tools import tiny
 
 HARD = "-3-digits"
-# Recipe -> its preset. A recipe that is not here has the preset f"{recipe}-7b".
+# Recipe -> its preset. The default is f"{recipe}-7b".
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")
 FIELDS = ("advantage", "ratio", "aggregation", "clip_low", "clip_high")
-# Recipe of the GRPO family -> its preset's values of FIELDS. The function `configs` takes all other settings
-# from tiny-grpo.
+# Recipe of the GRPO family -> its preset's values of FIELDS
 RECIPES = {name: {field: getattr(PRESETS[PRESET_OF.get(name, f"{name}-7b")], field) for field in FIELDS}
            for name in NAMES}
 
@@ -66,33 +64,21 @@ def result(out: Path) -> dict:
     steps = [r for r in rows if "reward" in r]
     rewards = [r["reward"] for r in steps]
     lengths = [r["response_len"] for r in steps]
-    smooth = [mean(rewards[max(0, i - 1):i + 2]) for i in range(len(rewards))]
     accuracy = [r["eval/heldout/avg@1"] for r in rows if "eval/heldout/avg@1" in r]
     return {"base": accuracy[0], "accuracy": accuracy[-1],
-            "steps_to_0.9": next((i for i, r in enumerate(smooth) if r >= 0.9), None),
             "len_first": lengths[0], "len_last": lengths[-1], "rewards": rewards, "lengths": lengths}
 
 
-LEGEND = """\
-Each recipe trains the demo's model to add two numbers. Accuracy is the share of held-out sums that are right
-after 30 steps. Rewards are averaged over a step and its two neighbours. The first step of a run is step 0.
-
-"""
-
-
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table with one row per recipe, below a legend."""
+    """Returns a Markdown table with one row per recipe."""
     lines = []
     for name, runs in results.items():
-        accuracy = [r["accuracy"] for r in runs]
-        spread = max(accuracy) - min(accuracy)
-        steps = ", ".join(str(r["steps_to_0.9"] or "never") for r in runs)
         first, last = mean(r["len_first"] for r in runs), mean(r["len_last"] for r in runs)
         lines.append((name.removesuffix(HARD), 3 if name.endswith(HARD) else 2,
-                      f"{mean(accuracy):.3f} ({spread:.3f})", steps, f"{first:.0f} → {last:.0f}", len(runs)))
-    head = ("recipe", "digits of each number", "mean accuracy (best minus worst seed)",
-            "first step with reward 0.9, per seed", "mean tokens per response, first → last step", "seeds")
-    return LEGEND + markdown(head, lines)
+                      f"{mean(r['accuracy'] for r in runs):.3f}", f"{first:.0f} → {last:.0f}"))
+    head = ("recipe", "digits of each number", "accuracy", "tokens per response, first → last step")
+    return ("Each recipe trains the demo's model to add two numbers. Accuracy is the share of held-out sums\n"
+            "that are right after training. It is a mean over the seeds.\n\n" + markdown(head, lines))
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:

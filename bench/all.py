@@ -3,8 +3,8 @@
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
 Stop other programs first. On a CPU, the models are the demo's model and two layers of Qwen2.5-0.5B. On a GPU,
-they are Qwen2.5-0.5B, 1.5B and eight layers of 7B, with random weights, and the engine is vLLM. Results go
-to bench/results/DEVICE.json and DEVICE.md. bench/vs_trl.py is not included, because it needs TRL.
+they are Qwen2.5-0.5B, 1.5B and eight layers of 7B. The results go to bench/results/DEVICE.json.
+bench/vs_trl.py is not included, because it needs TRL.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from pathlib import Path
 
 import torch
 
-from bench.common import RESULTS, ROOT, arguments, environment, markdown, torchrun
+from bench.common import RESULTS, ROOT, arguments, environment, torchrun
 from bench.shape import build
 
 Case = tuple[str, list[str], int, int]  # name of the bench, its arguments, ranks, threads of each rank
-LABELS = ("phase", "figure", "by", "fixed_work", "preset", "size", "layers", "vocab", "pack", "segment",
-          "algo", "ranks", "engine", "samples")
 
 
 def on_cpu(cores: int) -> list[Case]:
@@ -67,32 +65,8 @@ def device() -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-LEGEND = """\
-`bench` is a program in `bench/`; `case` is what it measured. If `case` begins with the name of a number, such
-as `step_s`, then `value` is this number. Units: `_s` seconds; `_gib`, `memory_gb` GiB; other `gb` 10⁹ bytes.
-- rollout: `residual` is the memory that the sleeping engine holds; `residual_first`: after the first round.
-- step: the names after `value` in `step_s` are phases. `least` is the minimum over the steps.
-  `not_sampling_nor_passes` is the share of a step's time that neither samples nor runs a model.
-- saving: a block is five steps. `difference_…` is the extra time of a block with a save, divided by the time
-  of a block without. `difference_share` is a mean that leaves out the highest and the lowest tenth.
-
-"""
-
-
-def table(rows: list[dict]) -> str:
-    lines = []
-    for row in rows:
-        # Some benches print "pack" as a setting (the pack length), others as a result (the seconds of the
-        # phase "pack"). Only results are floats.
-        labels = {k: row[k] for k in LABELS if row.get(k) and not isinstance(row[k], float)}
-        numbers = {k: v for k, v in row.items() if k not in labels and type(v) in (int, float) and v}
-        of = ", ".join(str(v) if k in ("phase", "figure") else f"{k} {v}" for k, v in labels.items())
-        lines.append((row["bench"], of, ", ".join(f"{k} {v}" for k, v in numbers.items())))
-    return LEGEND + markdown(("bench", "case", "results"), lines)
-
-
 def run_bench(script: str, args: list[str], ranks: int = 1, threads: int = 1) -> list[dict]:
-    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits with the last errors if it fails."""
+    """Runs bench/SCRIPT.py. Returns the JSON lines that it prints. Exits if it fails."""
     command = torchrun(ranks, "-m", f"bench.{script}", *args)
     done = subprocess.run(command, cwd=ROOT, env=environment(threads), capture_output=True, text=True,
                           check=False)
@@ -115,6 +89,7 @@ def run_all(cases: list[Case], only_list: bool) -> tuple[list[dict], list[str]]:
             print(e, flush=True)
         else:
             rows += figures
+            print("\n".join(map(json.dumps, figures)))
             print(f"  {len(figures)} figures in {time.monotonic() - began:.0f} s", flush=True)
     return rows, failures
 
@@ -131,8 +106,7 @@ def main() -> None:
         measured = {r["bench"] for r in rows}
         rows = [r for r in earlier if r["bench"] not in measured] + rows
         path.write_text(json.dumps({"torch": torch.__version__, "figures": rows}, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(rows))
-        print(f"{table(rows)}\n{path}")
+        print(f"\n{path}")
     sys.exit("\n".join(failures) or 0)
 
 

@@ -12,19 +12,18 @@ from fractions import Fraction
 
 
 def reaches(response: str, answer: str, kind: str) -> float:
-    """Returns 1.0 if the last boxed answer has the value of `answer` and uses the same four numbers, else
-    0.0."""
+    """Returns 1.0 if the last boxed answer has the value and the four numbers of `answer`, else 0.0."""
     boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
     return float(bool(boxes) and read(boxes[-1]) == read(answer))
 
 
 def read(text: str) -> tuple[list[str], Fraction] | None:
-    """Returns the sorted digits and the value of a text like `((8-3)*4)+2`; None for another form."""
+    """Returns sorted digits and value of a text such as `((8-3)*4)+2`; None for another form."""
     if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
         return None
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)
     x = Fraction(digits[0])
     for sign, n in zip(signs, map(int, digits[1:]), strict=True):
-        # `n or 1` avoids a division by 0. No problem has a 0, so an answer with a 0 is wrong anyway.
+        # `n or 1` avoids a division by 0. Answers with a 0 are wrong anyway: no problem has a 0.
         x = {"+": x + n, "-": x - n, "*": x * n, "/": x / (n or 1)}[sign]
     return sorted(digits), x

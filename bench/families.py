@@ -2,9 +2,7 @@
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
-Compares log-probs, gradients, engines and exported models, for every model of tests/families.py. The models
-have two layers with random weights in fp32. Each setting has a value that changes the output, so the
-comparison fails if torz ignores a setting.
+Compares log-probs, gradients, engines and exported models, for every model of tests/families.py.
 
 Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
 models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
@@ -28,22 +26,24 @@ from bench.common import RESULTS, ROOT, arguments, environment, markdown, say
 sys.path.append(str(ROOT / "tests"))
 import families
 
-# Largest allowed differences. LEGEND says what is compared.
+# Largest allowed differences
 LIMITS = {"log-probs": 1e-5, "gradient": 1e-5, "torch engine": 1e-4, "vLLM engine": 1e-4,
           "exported policy": 1e-4, "exported critic": 1e-4}
 
 LEGEND = """\
-Each row is a tiny model with random weights in fp32. `log-probs` and `gradient` compare torz's trainer with
-transformers. `torch engine` and `vLLM engine` compare an engine with the trainer. `exported …` compares
-torz's model with its export, run by transformers. Differences are of log-probs, in nats. But in `gradient`
-they are relative to a parameter's gradient, and in `exported critic` they are of the critic's values.
+Each row is a tiny model with random weights in fp32. The table has the largest differences in log-probs, in
+nats.
+
+- `log-probs`, `gradient`: torz's trainer and transformers. `gradient` is relative to a parameter's gradient.
+- `torch engine`, `vLLM engine`: the engine and the trainer.
+- `exported …`: torz's model and its export, run by transformers. `exported critic`: values, not log-probs.
 
 """
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Compares trainer, engines and exports as LEGEND says, for the model in the folder `path`. Returns each
-    name of LIMITS -> largest difference, or a text that says why it was not measured."""
+    """Returns name of LIMITS -> largest difference of the model in the folder `path`, or a text that says why
+    it was not measured."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -53,8 +53,7 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns how far vLLM's log-probs are from the trainer's, or an error text. Runs in a new process,
-    because vLLM allows one engine per process."""
+    """Returns vLLM's largest difference, or an error text. vLLM allows one engine per process."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)
@@ -67,7 +66,7 @@ def in_own_process(path: str) -> float | str:
 
 def save(rows: list[dict], names: list[str]) -> str:
     """Writes families.json and .md: the new `rows`, and the old rows of other models. Returns the .md's text.
-    names: all models, in the order of the table."""
+    names: all models, in order."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}
@@ -76,8 +75,7 @@ def save(rows: list[dict], names: list[str]) -> str:
     file.write_text(json.dumps(figures, indent=1) + "\n")
     cells = [[f"{x:.1e}" if isinstance(x, float) else x for x in (row[n] for n in ("model", *LIMITS))]
              for row in rows]
-    head = ("model", *(f"{name}: largest difference" for name in LIMITS))
-    file.with_suffix(".md").write_text(LEGEND + markdown(head, cells))
+    file.with_suffix(".md").write_text(LEGEND + markdown(("model", *LIMITS), cells))
     return file.with_suffix(".md").read_text()
 
 

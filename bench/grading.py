@@ -2,14 +2,13 @@
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-Typical answers are like those of mathematical data sets. Their numbers are random, so that few answers are
-equal: the grader would not grade an equal answer again. `math_verify_a_second` counts only the answers that
-need math-verify in a worker process.
+Typical answers are like those of mathematical data sets. `math_verify_a_second` counts only the answers that
+need math-verify.
 
-Hostile answers try to break the grader. They are the answers of tests/test_reward.py, each in five variants.
+Hostile answers are those of tests/test_reward.py that try to break the grader, each in five variants.
 
-Prints a JSON line for typical and one for hostile answers. The exit status is 1 if a typical answer gets a
-wrong grade, if a hostile answer is graded as correct, or if the grader fails after the hostile answers.
+The exit status is 1 if a typical answer gets a wrong grade, if a hostile answer is graded as correct, or if
+the grader fails after the hostile answers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ sys.path.append(str(ROOT / "tests"))
 
 
 def typical(count: int, seed: int = 0) -> list[tuple[str, str, bool]]:
-    """Returns `count` tuples (answer, gold answer, whether the answer is right). Two in three are right."""
+    """Returns `count` tuples (answer, gold answer, whether the answer is right)."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         a, b, c, k = rng.randint(2, 9999), rng.randint(2, 99), rng.randint(2, 9), len(cases)
