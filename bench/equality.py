@@ -2,23 +2,22 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
 
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
-A pair is an answer, a gold answer, and whether they are equal. The pairs are divided into six parts:
+A pair is an answer, a gold answer, and whether they are equal. The parts of the pairs:
     seen      two thirds of the synthetic pairs of bench/equality_pairs.py; --draws draws per template
-    unseen    the other third of them
-    foreign   794 pairs of bench/equality_foreign.jsonl, written by another author
-    second    the file's other 204 pairs, written before the grader's second revision
-    golds     two thirds of the pairs of bench/equality_golds.txt, written before the grader's third revision.
-              Their gold answers look like those of competition data sets.
-    others    the other third of them
+    unseen    the other third
+    foreign   794 pairs of bench/equality_foreign.jsonl, by another author
+    second    204 more pairs of this file, written before the grader's second revision
+    golds     two thirds of the pairs of bench/equality_golds.txt, with gold answers as in competitions
+    others    the other third
 Nobody looks at `unseen` and `others` while improving the grader. They need --unseen.
 
-In bench/equality_golds.txt, a line `# name` begins a category. Its other lines have a gold answer, right
-answers and wrong answers: `gold ~ right ~ right ~~ wrong ~ wrong`.
+In bench/equality_golds.txt, `# name` begins a category. The other lines are
+`gold ~ right ~ right ~~ wrong ~ wrong`.
 
-Three graders judge each pair: the present grading/answers.py (`after`), grading/answers.py as of the commit
---before (`before`), and math-verify. Prints one JSON line per grader and part.
+The graders are math-verify, the present grading/answers.py (`after`), and grading/answers.py of the commit
+--before (`before`). Prints one JSON line per grader and part.
 
---failures prints each wrong verdict of grading/answers.py, except on unseen pairs. --unseen writes
+--failures prints the wrong verdicts of `after`, except on unseen pairs. --unseen writes
 bench/results/equality.md and .json."""
 
 from __future__ import annotations
@@ -39,12 +38,19 @@ from bench.common import RESULTS, ROOT, arguments, markdown, say
 from bench.equality_pairs import Pair, pairs, unseen
 from grading.answers import grade
 
-SECONDS = 5  # CPU seconds for one pair; a grader that takes longer refuses the answer
-PARTS = {"seen": "**synthetic, two thirds, seen**", "unseen": "**synthetic, one third, unseen**",
-         "foreign": "**foreign: by another author**",
-         "second": "**second: written before the grader's second revision**",
-         "golds": "**golds: with gold answers as in competitions; two thirds, seen**",
-         "others": "**golds, one third, unseen**"}
+SECONDS = 5  # CPU seconds for one pair
+PARTS = {"seen": "synthetic, two thirds, seen", "unseen": "synthetic, one third, unseen",
+         "foreign": "by another author", "second": "written before the grader's second revision",
+         "golds": "gold answers as in competitions, two thirds, seen",
+         "others": "gold answers as in competitions, one third, unseen"}
+
+
+HEAD = """\
+Each cell has two numbers: % of right answers refused / % of wrong answers accepted. `before` is torz's grader
+at commit 3d91407. `after` is torz's grader when this file was written. Nobody looked at unseen pairs while
+improving the grader.
+
+"""
 
 
 class Late(BaseException):
@@ -52,7 +58,7 @@ class Late(BaseException):
 
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
-    """Returns the function `grade` of grading/answers.py as it was in a commit."""
+    """Returns the function `grade` of a commit's grading/answers.py."""
     source = subprocess.check_output(["git", "show", f"{commit}:grading/answers.py"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "answers_before.py")
@@ -104,7 +110,6 @@ def foreign() -> list[Pair]:
 
 
 def golds() -> list[Pair]:
-    """Returns the pairs of bench/equality_golds.txt. The category's name starts with "golds"."""
     found, category = [], ""
     for line in (ROOT / "bench/equality_golds.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
@@ -129,22 +134,25 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
     return count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
 
 
-def table(cases: list[Pair], verdicts: dict[str, list[bool]]) -> str:
-    """Returns a Markdown table. Rows: each category, then each part (PARTS). Columns: numbers of right and of
-    wrong answers; for each grader, percent of right answers refused / of wrong answers accepted."""
-    groups = {name: [p.category == name for p in cases] for name in dict.fromkeys(p.category for p in cases)}
-    groups |= {title: [part(p) == name for p in cases] for name, title in PARTS.items()}
+def table(cases: list[Pair], figures: dict[str, dict]) -> str:
+    """Returns a Markdown table with a row per part and a column per grader."""
     lines = []
-    for name, chosen in groups.items():
-        some = [p for p, c in zip(cases, chosen, strict=True) if c]
-        cells = []
-        for of in verdicts.values():
-            percent = count(some, [v for v, c in zip(of, chosen, strict=True) if c])
-            cells.append(f"{percent['refused']} / {percent['accepted']}")
-        right = sum(p.same for p in some)
-        lines.append((name, right, len(some) - right, *cells))
-    heads = (f"{name}: % of right refused / % of wrong accepted" for name in verdicts)
-    return markdown(("category", "right answers", "wrong answers", *heads), lines)
+    for name, title in PARTS.items():
+        right = [p.same for p in cases if part(p) == name]
+        cells = (f"{of[name]['refused']} / {of[name]['accepted']}" for of in figures.values())
+        lines.append((title, sum(right), len(right) - sum(right), *cells))
+    return markdown(("pairs", "right answers", "wrong answers", *figures), lines)
+
+
+def failures(cases: list[Pair], verdicts: list[bool]) -> str:
+    """Returns a Markdown table of the categories with errors."""
+    lines = []
+    for name in dict.fromkeys(p.category for p in cases):
+        chosen = [i for i, p in enumerate(cases) if p.category == name]
+        percent = count([cases[i] for i in chosen], [verdicts[i] for i in chosen])
+        if any(percent.values()):
+            lines.append((name, *percent.values()))
+    return markdown(("category", "% of right answers refused", "% of wrong answers accepted"), lines)
 
 
 def main() -> None:
@@ -166,11 +174,9 @@ def main() -> None:
             if p.same != v and not p.unseen:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
-        report = table(cases, verdicts)
-        head = ("`before` is torz's grader at commit 3d91407. `after` is torz's grader when `python -m\n"
-                "bench.equality --unseen` wrote this file. Nobody looked at unseen pairs while improving\n"
-                "the grader. Each pair also counts in one of the rows in bold at the end.\n\n")
-        (RESULTS / "equality.md").write_text(head + report)
+        report = (f"{HEAD}{table(cases, figures)}\n`after` makes errors only in these categories:\n\n"
+                  f"{failures(cases, verdicts['after'])}")
+        (RESULTS / "equality.md").write_text(report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)
 

@@ -1,15 +1,14 @@
 r"""Synthetic pairs of an answer and a gold answer, by category. Each pair says whether they are equal.
 
-Most pairs come from the templates in equality_pairs.txt. A template has a name, random variables, one or more
-gold answers (one is drawn), other ways to write the gold answer (`right`), and answers that are nearly right
-(`wrong`):
+Most pairs come from the templates in equality_pairs.txt. A template has a name, random variables, gold
+answers, other ways to write them (`right`), and answers that are nearly right (`wrong`):
 
     powers: a, b = r.choice([2, 3, 5]), r.randint(20, 60)
       gold  «a»^{«b»}
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-The docstring of grading/answers.py has the rules by which answers are equal."""
+grading/answers.py has the rules by which answers are equal."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns the pairs of `varied` and of the templates, each filled `draws` times. No pair occurs twice."""
+    """Returns different pairs: of `varied`, and of the templates, each filled `draws` times."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -56,8 +55,7 @@ WORDS = ["Tuesday", "Evelyn", "ellipse", "parabola", "hyperbola", "odd", "isosce
 
 
 def fill(template: str, values: dict) -> str:
-    """Returns the template with each expression in «» replaced by its value. An expression can end with a
-    format: `«a / b:.3f»`."""
+    """Returns the template with each expression in «» replaced by its value, for example `«a / b:.3f»`."""
     def value(match):
         expression, form = re.fullmatch(r"(.*?)(?::([<>,.\dbf]*))?", match[1]).groups()
         return format(eval(expression, values), form or "")
@@ -132,8 +130,8 @@ RIGHT = [  # functions that rewrite an answer without changing what it means
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. A digit at the start of `t`
-    does not become 0. It can stay the same: then `varied` drops the answer, because it is not wrong."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. If the digit stays the same,
+    `varied` drops the answer."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

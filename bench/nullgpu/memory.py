@@ -2,10 +2,8 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs trainer.py twice for each case:
-with --recompute auto and with --recompute layers. --only runs only the cases whose names contain one of its
-words; the table keeps its earlier rows of the other cases. LEGEND explains the columns of the table
-bench/results/nullgpu-memory.md.
+bench/nullgpu/trainer.py says what the folder NULLGPU is. --only runs the cases whose names contain one of its
+words. Other cases keep their rows in bench/results/nullgpu-memory.md.
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
 --recompute auto leaves less than 8 % of the device free.
@@ -39,20 +37,17 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # a plan may be at most this factor above the driver's peak
+ABOVE = 1.08  # largest plan / driver's peak
 
 LEGEND = """\
-GiB are the peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and measured on a
-stub CUDA driver, which counts memory and computes nothing. "GiB from the driver" includes CUDA's context.
-"layers recomputed": layers that the backward pass recomputes as a whole. Of the other layers it recomputes
-only cheap operations; with `none`, nothing at all. FLOP are of matrix products, also of recomputed ones.
-If no layer is recomputed, they can be below the usual 6, because an embedding lookup is no matrix product.
+Peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and counted by a stub CUDA
+driver that computes nothing.
 
 """
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """Returns phase -> planned peak in GiB, without what bench.nullgpu.trainer lacks: NCCL and an engine."""
+    """Returns phase -> planned peak in GiB, without NCCL and the engine."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -70,8 +65,7 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: two samples share a short prompt. Attention must copy the shared prompt for
-    # each sample, and sharing so short a prompt saves nearly nothing.
+    # The worst case for memory: attention copies the shared prompt, but sharing a short prompt saves little.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -85,8 +79,7 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the table row of a phase. Memory is the maximum over `steps`: two steps of a model's updates
-    (the first also creates the optimizer's state), or one sync (weights are gathered for the engine)."""
+    """Returns the table row of a phase. Memory is the maximum over `steps`."""
     def most(field):
         return max(step[field] for step in steps)
 
@@ -116,12 +109,9 @@ def wrong(row: dict) -> str:
 def table(rows: list[dict]) -> str:
     lines = []
     for r in rows:
-        gib = [f"{r[k]:.1f}" for k in ("planned_gib", "allocated_gib", "reserved_gib", "driver_gib")]
-        lines.append((r["case"], r["flag"], r["phase"], "none" if r["layers"] is None else r["layers"], *gib,
-                      f"{r['share']:.3f}", r.get("n_a_token", "")))
-    head = ("case", "--recompute", "phase", "layers recomputed", "planned GiB", "GiB of torch's tensors",
-            "GiB reserved by torch", "GiB from the driver", "planned / driver",
-            "FLOP / token / parameter")
+        gib = [f"{r[k]:.1f}" for k in ("planned_gib", "driver_gib")]
+        lines.append((r["case"], r["flag"], r["phase"], *gib, f"{r['share']:.3f}"))
+    head = ("case", "--recompute", "phase", "planned GiB", "counted GiB", "planned / counted")
     return LEGEND + markdown(head, lines)
 
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
-Runs bench/nullgpu/trainer.py. NULLGPU is the folder of a stub CUDA driver, which is not in this repository.
-Prints a JSON line per collective of the sync and of each model's updates: GiB that the rank sends, counted
-and planned, each as [within its node, to other nodes]. Ends with an error if a plan is over 5 % off.
+bench/nullgpu/trainer.py says what the folder NULLGPU is. Prints a JSON line per collective of the sync and of
+each model's updates: GiB counted and GiB planned, each as [within its node, to other nodes]. Ends with an
+error if a plan is over 5 % off.
 """
 
 import torch
@@ -19,7 +19,7 @@ from tools import plan
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
     """Returns collective -> pairs (number of times, what the rank sends each time). name: "sync", "policy" or
-    "critic". The critic needs two forward passes of each pack: one for the values, and one to update."""
+    "critic". The critic also needs a forward pass for the values."""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}
