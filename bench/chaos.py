@@ -5,14 +5,13 @@
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
 A run is `tiny-ppo`: 8 steps on 2 ranks per node under torchrun --max-restarts 3, with a save after every
-second step. One fault strikes each run, in one phase (a part of the run that dist.phase names). If the run
-ends before its last step, this program runs the command again, as a user would. Two nodes are two network
-namespaces; without root, both nodes use the loopback network.
+second step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
+program runs the command again. Two nodes are two network namespaces; without root, both use loopback.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
 - It loses no saved step, and it reports what it could not write.
-- It prints no unexplained error. A command that must refuse to start (damaged checkpoint) says why in a line.
+- It prints no unexplained error. A command that must refuse to start says why in a line.
 
 Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
 then kept. Some faults need root and are skipped without it.
@@ -43,21 +42,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
-TRIES = 6  # largest number of attempts to strike in the chosen phase
-TYPED = 4  # largest number of times that a run is started
+TRIES = 6  # attempts to strike in the chosen phase
+TYPED = 4  # times that a run is started
 HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 
 # --- the struck rank
 
-# In these faults the struck rank sends signals to itself. All other faults come from the main program.
+# In these faults the struck rank sends signals to itself.
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. The environment variable CHAOS (JSON) names a fault, a rank, a phase and a
-    file. On that rank, the thread `watch` causes the fault. If the file exists, it has happened already."""
+    """Runs train.py unchanged. On the rank that the environment variable CHAOS (JSON) names, the thread
+    `watch` causes the fault, unless the file of CHAOS exists already."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -69,8 +68,7 @@ def watch(order: dict) -> None:
     """Waits until this rank enters order["phase"] for the `visit`-th time, and then `after` seconds. Then
     writes `file` for the main program, and sends the fault's SIGNALS to this process.
 
-    In the undisturbed run the phase is "", and no signal is sent. When this process ends, it writes the times
-    at which it entered and left each phase to `file`."""
+    In the undisturbed run, writes the begin and the end of each phase to `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -93,8 +91,8 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the rank's current phases: the name in dist.CURRENT ("import" before dist.py is imported),
-    "files" while a checkpoint's files are written, and "end" after the start of the export."""
+    """Returns the rank's current phases: dist.CURRENT, "import" before dist.py is imported, "files" while a
+    checkpoint is written, and "end" after the start of the export."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -106,7 +104,7 @@ def current_phases(out: Path) -> set[str]:
 
 
 class Nodes:
-    """A run on one or two nodes: one torchrun agent per node, and the ranks that the agents start."""
+    """A run on one or two nodes, with one torchrun agent per node."""
 
     def __init__(self, count: int, base: str, out: Path, namespaces: bool, order: dict) -> None:
         self.count, self.out, self.order = count, out, order
@@ -128,16 +126,14 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. In a run's first command, the ranks run be_a_rank, which adds the
-        fault to train.py. In later commands they run train.py itself."""
+        """Starts the node's torchrun agent. In the first command the ranks run be_a_rank, later train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # Node 0 hosts the rendezvous. torchrun must be told, because all nodes are network namespaces of
-            # one machine, whose name does not resolve to a node's address.
+            # The machine's name does not resolve to a node's address, so torchrun must be told the host.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
@@ -146,7 +142,7 @@ class Nodes:
         self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
-        """Starts an agent in a new session, so that kill_node can kill the agent's process group."""
+        """Starts an agent in its own process group, for kill_node."""
         env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
                                      "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
@@ -184,8 +180,8 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Waits for the message of the struck rank and returns it: process id and time. Returns None if the
-        run ends or hangs before."""
+        """Returns the message of the struck rank (process id and time); None if the run ends or hangs
+        before."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -195,8 +191,7 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the node's agent and its ranks, as a power cut does. Each rank is killed on its own, because
-        it is not in the agent's process group."""
+        """Kills the node's agent and its ranks. The ranks are not in the agent's process group."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # a stopped agent starts no more ranks
@@ -218,8 +213,8 @@ def rendezvous(out: Path, host: str) -> list[str]:
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes one network namespace per node, with a virtual cable between them. Returns False for one node, or
-    if namespaces are not allowed."""
+    """Makes one network namespace per node, with a virtual cable between them. Returns False for one node or
+    without permission."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -240,9 +235,8 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(nodes, message of the struck rank, random generator). At the strike, `watch` in the
-# struck rank writes the message to a file. Then the main program calls the function, which returns False if
-# it was called too late, or if there is no checkpoint to damage.
+# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it came too
+# late, or if there is no checkpoint to damage.
 
 
 class Skipped(Exception):
@@ -250,8 +244,7 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The struck rank has already sent itself the fault's SIGNALS. For `storm`, sends them to all other
-    ranks, too. For `freeze`, lets the frozen rank continue after 3 seconds."""
+    """`storm`: sends the signals to all other ranks, too. `freeze`: continues the frozen rank after 3 s."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -268,7 +261,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again. Does nothing after the last save, because node 0 may have ended."""
+    """Kills node 1 and starts it again, but not after the last save: node 0 may have ended."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -298,8 +291,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Makes the run's folder read-only for 2 to 4 seconds, by a read-only mount over it. Remounting the
-    folder itself read-only would fail, because TensorBoard's file in it is open."""
+    """Makes the run's folder read-only for 2 to 4 seconds, by a mount over it. Remounting the folder itself
+    would fail, because TensorBoard's file in it is open."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -311,8 +304,8 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Flips one bit of the newest checkpoint. The next command must refuse the checkpoint. The checkpoint is
-    then removed, so that the run can continue."""
+    """Flips one bit of the newest checkpoint. The next command must refuse the checkpoint, which is then
+    removed."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -330,8 +323,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint. Either removes its file COMPLETE, and then the next command must ignore
-    the checkpoint. Or cuts its largest file in half, and then the next command must refuse the checkpoint."""
+    """Damages the newest checkpoint. Without the file COMPLETE, the next command must ignore the checkpoint.
+    With its largest file cut in half, the next command must refuse the checkpoint."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -351,8 +344,7 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts a second run in the same folder, which must be refused. Meanwhile SIGSTOP keeps the first run's
-    ranks in their phase."""
+    """Starts a second run in the same folder, which must be refused. SIGSTOP holds the first run's ranks."""
     owner = {}
     while not owner:  # until the run has written the lock
         if not nodes.running():
@@ -374,7 +366,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Dates all files to 1970 or 2100, as a wrong clock does. In half of the cases, also kills the run."""
+    """Dates all files to 1970 or 2100. In half of the cases, also kills the run."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -385,8 +377,8 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Then adds what the next command must not be confused by: another machine's old lock, an
-    unfinished save, and a user's copy of a checkpoint."""
+    """Kills the run. Then adds another machine's old lock, an unfinished save, and a user's copy of a
+    checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -401,8 +393,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and starts it on two "machines" with one rank each, whose --out are different folders
-    (the second machine is a mount namespace). Both ranks must refuse and write nothing."""
+    """Kills the run and starts it on two "machines" with different --out folders (the second is a mount
+    namespace). Both ranks must refuse and write nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -431,7 +423,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # for these faults, the run's folder is on a small file system
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # a rank may end: errors of the others are allowed
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks may fail, too
 
 
 # --- the checks of a run
@@ -450,8 +442,8 @@ def newest(out: Path) -> int:
 
 
 def outcome(out: Path) -> tuple[list[dict], list[bytes]]:
-    """Returns what must be the same in every run, in spite of faults: the metrics without times and memory,
-    and the exported weights. Raises ValueError if a metric is not finite, OSError if a file is missing."""
+    """Returns what must be equal in all runs: metrics without times and memory, and exported weights. Raises
+    ValueError if a metric is not finite, OSError if a file is missing."""
     clock = ("time", "tokens_per_s", "tflops", "mem")
 
     def refuse(constant):
@@ -467,7 +459,7 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# Allowed with a fault in DISK: TensorBoard's writer thread ends with this, and log.Logger makes a new writer.
+# Allowed with a fault in DISK: log.Logger makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -481,7 +473,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
-    """Returns what is wrong with a struck run, in words. `want` is the folder of the undisturbed run."""
+    """Returns what is wrong with a struck run. `want` is the folder of the undisturbed run."""
     text, fault, wrong = nodes.text(), nodes.order["fault"], []
     lines, resumed = lines_of(text), resumed_after(text)
     refused = [line for line in lines if not line.startswith("!!")]
@@ -516,8 +508,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Context manager: makes the run's folder. If `fault` is in DISK, this is a small tmpfs; on exit a normal
-    folder with its files replaces it. Raises Skipped if mounting is not allowed."""
+    """Makes the run's folder: for a fault in DISK a small tmpfs, which a normal folder replaces on exit.
+    Raises Skipped if mounting is not allowed."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -569,7 +561,7 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s, for each ti
 
 def possible(fault: str, visits: Visits) -> Visits:
     """Returns the visits that the fault can strike: phase -> [(number, length in s), …]. A fault in DAMAGE
-    needs a checkpoint, so it can't strike visits that begin before the first save is complete."""
+    needs a complete save."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
@@ -577,8 +569,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, i, seconds) for each run: the fault comes in the i-th visit of the phase; that
-    visit lasts `seconds`. Faults and phases that have not come yet are chosen first."""
+    """Yields (fault, phase, i, seconds) for each run: the i-th visit of the phase lasts `seconds`. New faults
+    and phases come first."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -589,9 +581,8 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Runs a training in which a fault comes as `chosen` (from `choose`) says. Returns the result line. If
-    the run ended before the fault, tries again one visit earlier. If the fault found no checkpoint to damage,
-    tries again one visit later."""
+    """Runs a training with the fault `chosen` (from `choose`). Returns the result line. Tries again one visit
+    earlier if the run ended before the fault, and one visit later if there was no checkpoint to damage."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

@@ -130,8 +130,8 @@ RIGHT = [  # functions that rewrite an answer without changing what it means
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. If the digit stays the same,
-    `varied` drops the answer."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit. It can return `t`, which
+    `varied` drops."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

@@ -2,13 +2,13 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-Phase 1: four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The 8 ranks of
-an agent, which stands for a node, shard the models (--shard_ranks auto).
-Phase 2: 8 ranks with the debug layout resume the run and train two more steps.
-Phase 3: phase 1 in another folder, with models that all 32 ranks shard. The rewards must be those of phase 1.
+1. Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The 8 ranks of an
+   agent shard the models (--shard_ranks auto).
+2. 8 ranks with the debug layout resume the run and train two more steps.
+3. Phase 1 again, with models that all 32 ranks shard. The rewards must be those of phase 1.
 
-Prints a JSON line per phase: its seconds, by how many GiB the machine's available memory fell at most, and
-what rank 0 sent (bench/traffic.py). --out must be a new or empty folder. It is removed at the end.
+Prints a JSON line per phase: seconds, memory, and what rank 0 sent (bench/traffic.py). --out must be a new or
+empty folder. It is removed at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def available_gb() -> float:
 
 
 def phase(name: str, commands: list[list[str]], out: Path) -> None:
-    """Runs the commands in parallel, then prints their seconds and memory. Exits if a command fails."""
+    """Runs the commands in parallel and prints the phase's line. Exits if a command fails."""
     before = lowest = available_gb()
     began = time.monotonic()
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]

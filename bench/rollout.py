@@ -4,9 +4,9 @@
                             [--tokens 256] [--rounds 5]
 
 The engine and the trainer's policy are in one process, as in train.py. Prints one JSON line per measurement,
-with medians over the rounds after the first. `bare_vllm` is the sampling speed of vLLM's own `generate`.
-`limit` is an upper bound: it assumes that a decoding step reads the weights and the cached keys and values
-once, as fast as this device copies a tensor.
+with medians over the rounds after the first.
+    bare_vllm   sampling speed of vLLM's own `generate`
+    limit       upper bound: a decoding step reads the weights and the cache once, at this device's copy speed
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def bytes_of_weights(engine) -> int:
 
 
 def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: float) -> float:
-    """Returns an upper bound of the tokens per second: each decoding step reads the weights and the cached
-    keys and values once. `bandwidth` is in bytes per second."""
+    """Returns an upper bound of the tokens per second. `bandwidth` is in bytes per second."""
     c = engine.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * engine.dtype.itemsize  # per token
@@ -70,7 +69,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> medians over rounds. Memory: last round; residual_first: first."""
+    """Returns name of a measurement -> medians over rounds. Memory is that of the last round."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}

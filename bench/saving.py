@@ -3,11 +3,10 @@
     torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20]
              [--out runs/saving]
 
-Training waits for the copy to host memory. Then a thread writes the files, which slows the next steps. Prints
-one JSON line:
-    waits_s            seconds that training waits for the copy
-    difference_share   by how much a save makes a block slower, divided by the time of a block without a save.
-                       It is a mean over the pairs of blocks, without the lowest and the highest tenth.
+Prints one JSON line:
+    waits_s            seconds that training waits for the copy to host memory
+    difference_share   extra time of a block with a save, divided by the time of a block without. It is a mean
+                       over pairs of blocks, without the lowest and the highest tenth.
     cpu_share          the same in CPU seconds of this rank, which other programs disturb less
 """
 
@@ -32,14 +31,14 @@ def middle(values: list[float]) -> list[float]:
 
 
 def differences(blocks: dict[bool, list[float]]) -> list[float]:
-    """Returns for each pair of blocks: (seconds with a save - seconds without) / median seconds without."""
+    """Returns (seconds with a save - seconds without) / median seconds without, for each pair of blocks."""
     usual = statistics.median(blocks[False])
     return [(a - b) / usual for a, b in zip(blocks[True], blocks[False], strict=True)]
 
 
 def main() -> None:
     args = arguments(__doc__, model="runs/tiny-base-0", pairs=20, preset="tiny-ppo", out="runs/saving")
-    still = 1e-30  # a learning rate that changes no weight, so every block does the same work
+    still = 1e-30  # changes no weight, so every block does the same work
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
@@ -51,7 +50,7 @@ def main() -> None:
     cpu: dict[bool, list[float]] = {False: [], True: []}
     run.start = 1  # step 0 is left out, because it prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
-        # The order is without, with, with, without. So a slow drift of the machine's speed cancels.
+        # The order without, with, with, without cancels a slow drift of the machine's speed.
         saves = block % 4 in (1, 2)
         began, cpu_began = time.perf_counter(), time.process_time()
         if saves:

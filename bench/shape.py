@@ -2,8 +2,8 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has sums to train on (train.jsonl). The tokenizer is the demo's, but the vocabulary is as
-large as the real model's. So most tokens that the model samples have no text.
+The folder also has sums to train on (train.jsonl) and the demo's tokenizer. The vocabulary is as large as the
+real model's, so most tokens that the model samples have no text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape of tools/plan.py. layers, vocab: 0 means as in the
-    shape."""
+    """Returns the Hugging Face config of a shape of tools/plan.py. layers, vocab: 0 means the shape's."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -30,8 +29,8 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
-    """Writes the folder `out`: bf16 weights drawn from N(0, 0.02²), tokenizer and train.jsonl. Returns the
-    path of `out`. chat: whether the tokenizer has a chat template."""
+    """Writes the folder `out`: random bf16 weights, tokenizer and train.jsonl. Returns its path. chat: add a
+    chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 

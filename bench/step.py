@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
 Takes all flags of train.py. By default there are 12 steps, no evaluation and no checkpoint. Prints one JSON
-line per measurement: medians over the steps after the third. `mfu` is the run's FLOP per second divided by
-those of a large matrix product on this device.
+line per measurement: medians over the steps after the third. `mfu` is FLOP per second, divided by those of a
+large matrix product on this device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs import Config, parse, require, user_errors
 from log import read_metrics
 
 WARMUP = 3
-PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that sample, or run a model
+PASSES = ("rollout", "eval", "ref", "old_logp", "critic", "policy")  # phases that run a model
 
 
 def phases_of(row: dict) -> dict[str, float]:
@@ -66,7 +66,7 @@ def main() -> None:
         run.grader.close()
         run.log.close()
         rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
-        dist.gather(None)  # waits, because rank 0 will remove the folder that all ranks read
+        dist.gather(None)  # waits: rank 0 removes the folder that all ranks read
     if not world.main:
         return
     require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")

@@ -2,17 +2,16 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-The simulator computes the seconds of each decoding step from its batch size and context, at the speeds of an
-H100 in tools/plan.py. Response lengths are random. With --round_len N, a rollout has rounds. In a round, each
-response grows by up to N tokens; then responses move, so that the engines have equally many. The rules:
+Response lengths are random. A decoding step takes as long as tools/plan.py estimates for an H100. With
+--round_len N, a rollout has rounds: each response grows by up to N tokens, then responses move, so that the
+engines have equally many. The rules:
     whole       each response is sampled to its end by one engine
     one round   --round_len is the length limit: like `whole`, plus the time for the messages of a round
     rounds      --round_len is a sixteenth of the length limit
     carry X     like `rounds`, with --carry X: the next step continues unfinished responses with new weights
-    ideal       a lower bound that no rule reaches: all engines always decode a full batch
+    ideal       a lower bound: all engines always decode a full batch
 
-Prints for each rule the seconds of a rollout, the age of the weights that sampled the tokens, and how long
-engines wait (see Simulation.step). --out writes one JSON line per rule.
+Prints a table, with the fields of Simulation.step. --out writes one JSON line per rule.
 """
 
 from __future__ import annotations
@@ -43,14 +42,13 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 @dataclass(frozen=True)
 class Cost:
-    """What an engine's operations cost, in seconds. The last three fields say how engines that share a CPU
-    slow each other down; with the defaults (engines on GPUs) they do not."""
+    """Seconds of an engine's operations. The last three fields are for engines that share a CPU."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
-    prefill: float  # per token of a response that got new weights, or moved to another engine
+    prefill: float  # per token that is prefilled again
     response: float = 0.0  # added for each response of a round
     round: float = 0.0  # added for each round
-    exchange: float = 0.0  # per message to all engines: one a round, and with --round_len two more a step
+    exchange: float = 0.0  # per message to all engines
     cores: int = sys.maxsize  # engine i runs on core i % cores
     beside: float = 1.0  # speed of a busy core if all others are busy, relative to all others idle
     shared: float = 1.0  # combined speed of several engines on one core, relative to one engine
@@ -60,8 +58,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds in which one engine samples tokens[i] tokens for each response i, which has
-    context[i] tokens before. At most `slots` responses (the engine's largest batch) run at once."""
+    """Returns the seconds in which one engine adds tokens[i] tokens to each response i, which has context[i]
+    tokens. At most `slots` responses run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -76,7 +74,7 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: time of engine i if no other engine ran."""
+    """Returns the seconds until the last engine ends. seconds[i]: time of engine i alone."""
     left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
     while left:
         of_core = Counter(i % cost.cores for i in left)
@@ -90,22 +88,21 @@ def together(seconds: Sequence[float], cost: Cost) -> float:
 
 class Simulation:
     """Simulates the rollouts of consecutive steps. `prompt`: tokens of each prompt. lengths(count) draws the
-    lengths of the `count` responses to one prompt."""
+    lengths of `count` responses to one prompt."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
         self.cfg, self.engines, self.cost, self.prompt, self.draw = cfg, engines, cost, prompt, lengths
-        # A response's key is (prompt number, sample number). Its segments, [(step, tokens), …], tell how
-        # many of its tokens each step sampled.
+        # key: (prompt number, sample number). segments: [(step, tokens sampled in this step), …]
         self.going = {}  # unfinished: key -> [tokens left, tokens so far, segments]
         self.ended = {}  # finished, and not used by a step yet: key -> segments
         self.next = 0
 
     def step(self, step: int) -> dict[str, float]:
-        """Simulates one step's rollout. `staleness` and `oldest` are the mean and largest age, in steps, of
-        the weights that sampled the tokens. `idle`: fraction of the time in which engines wait for others."""
+        """Simulates one step's rollout. staleness, oldest: mean and largest age of the weights that sampled
+        the tokens, in steps. idle: fraction of the time in which engines wait."""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # prefilled again, as if they had moved, because the weights are new
+        moved = set(self.going)  # new weights: prefilled again, as if moved
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -140,8 +137,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates one round of one engine, for the responses `keys`. Returns the seconds. `moved`: keys of
-        responses, of any engine, that must be prefilled again (new weights, or a move to another engine)."""
+        """Simulates one round of one engine, for the responses `keys`. Returns the seconds. `moved`: keys
+        to prefill again."""
         if not keys:
             return 0.0
         reread = 0
@@ -163,8 +160,8 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns name of a result of Simulation.step -> mean over the steps after the first `warm`. For
-    `oldest`, returns the maximum instead of the mean."""
+    """Returns name of a result of Simulation.step -> mean (of `oldest`: maximum) over the steps after the
+    first `warm`."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}
@@ -172,8 +169,8 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws log-normal lengths of the responses to one prompt, cut at `cap`. `mean`:
-    their mean after the cut. sigma, alike: standard deviation and correlation of the lengths' logarithms."""
+    """Returns a function that draws log-normal lengths of the responses to one prompt. cap, mean: their
+    maximum and mean. sigma, alike: standard deviation and correlation of their logarithms."""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
     for _ in range(30):  # until the mean of the cut lengths is `mean`
@@ -190,8 +187,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset, and the estimated seconds of an engine's operations on H100s. A decoding step reads
-    weights and cache while it computes, so it takes as long as the slower of the two. `gpus` is not used."""
+    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes, so
+    it takes as long as the slower of the two. `gpus` is not used."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -209,7 +206,7 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
     cfg, cost = gpu_cost(preset, model, gpus)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
-    cfg = replace(cfg, tp=1)  # the simulator has one rank per engine; `cost` is that of the whole engine
+    cfg = replace(cfg, tp=1)  # `cost` is that of the whole engine
     rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {
         f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
         for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}

@@ -5,15 +5,14 @@
 | task | problem | response |
 |---|---|---|
 | `chain` | `7+5+8=` | `7+5=12+8=20`, then the answer |
-| `product` | `37*45=` | `7*5=35,7*4=28,3*5=15,28+15=43+3=46,…`, then the answer |
-| `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, then `((8-3)*4)+2`; the reward is bench/countdown.py |
+| `product` | `37*45=` | `7*5=35,7*4=28,…`, then the answer |
+| `countdown` | `8,3,4,2>22=` | `8-3=5*4=20+2=22`, then `((8-3)*4)+2`; reward: bench/countdown.py |
 | `think` | `37+45=` | idle words such as `hmm,`, then a sum as in the demo |
 | `sums-3` | `137+245=` | a sum as in the demo, of three-digit numbers |
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
-The last third of the pretraining texts contains errors (guesses, wrong numbers, wrong signs), so that the
-base model solves few problems."""
+The last third of the pretraining texts contains errors, so that the base model solves few problems."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ def said(x: int, rng: random.Random, slip: float) -> int:
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
-# `sums`, `tool`, `chain`, `product`, `think` and `countdown` return (problem, thought, answer) for the
-# numbers of a problem. slip: probability that a number in the thought is wrong; 0 means no errors.
+# The next six functions return (problem, thought, answer). slip: probability that a number in the thought is
+# wrong.
 
 
 def sums(numbers, rng, slip):
@@ -83,8 +82,8 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """The thought is filler words, then the worked addition. If `slip` is above 0, 70 % of the thoughts have
-    only filler before a guessed answer, and 15 % have the addition twice and no filler."""
+    """The thought is filler words, then the worked addition. With slip > 0, 70 % of the thoughts are only
+    filler before a guessed answer, and 15 % have the addition twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -95,8 +94,8 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers, then the three operators that make the target of them. If `slip` is above 0, the
-    thought may begin with random tries. With probability `slip`, it then ends without the right one."""
+    """numbers: four numbers and three operators. With slip > 0, the thought may begin with random tries; then
+    it ends without the right one with probability `slip`."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -108,8 +107,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns a calculation and its result, for example (`8-3=5*4=20+2=22`, 22). The result is None if a
-    number on the way is not an integer in 0 … 99."""
+    """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if a number
+    on the way is not an integer in 0 … 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -121,8 +120,7 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four random numbers and three random operators for which `worked` has a result. `four`: use
-    these numbers."""
+    """Returns four random numbers (or `four`) and three operators for which `worked` has a result."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
@@ -135,7 +133,7 @@ def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
-    """Returns pairs of numbers with `digits` digits: all pairs for two digits, else PROBLEMS of them."""
+    """Returns all pairs of two-digit numbers, or PROBLEMS pairs with more digits."""
     if digits == 2:
         return tiny.all_pairs(rng)
     low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
@@ -145,7 +143,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS tuples of numbers from `draw`. `work` writes a different problem for each of them."""
+    """Returns PROBLEMS tuples of numbers from `draw`, for which `work` writes different problems."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -155,7 +153,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # not used; advances `rng`, so that base models stay those of ablations.md
+    think(drawn[0], rng, 0)  # advances `rng`, so that base models stay those of ablations.md
     return drawn
 
 
@@ -177,8 +175,7 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip, guesses: probabilities of a wrong number in the thought, and of a guessed answer without a thought.
-        Only the last third of the pretraining texts (`final`) has such errors.
+    slip, guesses: probabilities of a wrong number, and of a guessed answer without a thought
     of_row: further fields of the rows in the data files"""
     before, after, form = style
 

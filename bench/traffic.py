@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
-Rank 0 prints one JSON line: GiB within its node and to other nodes, by collective. A node is 8 ranks. The
-GiB are computed from the sizes of the tensors in rank 0's calls, for NCCL's ring (tools.plan.sent).
-bench/rehearse.py uses this program, and bench/nullgpu/network.py uses its `count`.
+Rank 0 prints one JSON line: GiB within its node (8 ranks) and to other nodes, by collective. The GiB are
+computed from the sizes of the tensors in rank 0's calls, for NCCL's ring (tools.plan.sent).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("re
 
 def count() -> None:
     """Patches the functions of COLLECTIVES, so that SENDS adds up the bytes that this rank sends for FSDP2.
-    Leaves out all-reduces over all ranks: these are train.py's own sums, such as those of metrics."""
+    All-reduces over all ranks are train.py's own sums and don't count."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 
@@ -51,7 +50,7 @@ if __name__ == "__main__":
     load_models = train.load_models
 
     def start(*args):
-        SENDS.clear()  # forgets what the network check at the start has sent
+        SENDS.clear()  # forgets the network check at the start
         return load_models(*args)
 
     train.load_models = start

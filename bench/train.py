@@ -7,19 +7,16 @@ The phases:
     logprobs   log-probs without gradients
     policy     a PPO update of the policy
     critic     an update of the critic
-    head       the head alone: log-probs of one pack from random hidden states, and the gradients
+    head       log-probs of one pack from random hidden states, and the gradients
 
-An update has --packs packs of --pack tokens. A pack has segments of --segment tokens, a quarter of them from
-the prompt. With --recompute N, the backward pass recomputes everything in the first N layers, and all but
-matrix products and attention in the others.
+An update has --packs packs of --pack tokens in segments of --segment tokens. With --recompute N, the backward
+pass recomputes all of the first N layers, and all but matrix products and attention of the others.
 
 Prints one JSON line per phase, with medians over the rounds after the first:
-    tokens_per_s_a_rank   tokens per second of one rank
-    mfu                   FLOP per second, divided by those of a large matrix product on this device. FLOP are
-                          those of `flops` (a third of them for logprobs), without recomputation.
-    limit_s               lower bound of the seconds, the larger of: FLOP / (FLOP per second of a large matrix
-                          product); bytes read and written / (bytes per second of a large copy)
-    memory_gib            peak memory of the phase minus the memory before it
+    mfu          FLOP per second (without recomputation), divided by those of a large matrix product
+    limit_s      the larger of: FLOP / (FLOP per second of a large matrix product); bytes read and written /
+                 (bytes per second of a large copy)
+    memory_gib   peak memory of the phase minus the memory before
 """
 
 from __future__ import annotations
@@ -68,8 +65,8 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 
 def flops(config, packs: list[Pack], head: int) -> float:
-    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention. The
-    output layer has `head` rows (1 for a critic), and is computed only for the tokens of p.mask."""
+    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
+    head: rows of the output layer (1 for a critic)."""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim
@@ -89,7 +86,7 @@ def score(policy: torch.nn.Module, packs: list[Pack]) -> None:
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack], count: float) -> None:
-    """Runs a PPO update of a Policy or a Critic. `count`: number of response tokens in the update."""
+    """Runs a PPO update. `count`: number of response tokens in the update."""
     for p in packs:
         if isinstance(model, Policy):
             logp, _ = logprobs(model, p, 1.0)
@@ -146,8 +143,8 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         betas = PRESETS["orz-7b"].betas
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
-        # A forward pass reads the weights once per pack; a backward pass counts as two such reads. An update
-        # also reads and writes the weights, gradients and two moments in fp32: 4 * 2 * 4 bytes per weight.
+        # A forward pass reads the weights once per pack, a backward pass twice. An update also reads and
+        # writes weights, gradients and two moments in fp32: 4 * 2 * 4 bytes per weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)

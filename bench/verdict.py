@@ -24,14 +24,13 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns each step's sum of these metrics. If there are no steps: [NaN], which meets no demand."""
+        """Returns each step's sum of these metrics; without steps [NaN], which meets no demand."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # 2.0: without a GPU, on a stub CUDA driver, a sleeping vLLM held 0.8 to 1.0 GiB; on several GPUs it also
-    # holds NCCL's buffers. 0.25: memory that grows is a leak. 0.03: rounding makes a mean gap of 0.026 nats
-    # (published for 7B and vLLM's bf16 head), stale weights or a wrong temperature make 0.1 or more.
+    # 2.0: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver, without NCCL's buffers.
+    # 0.03: rounding makes a mean gap of 0.026 nats. Stale weights or a wrong temperature make 0.1 or more.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

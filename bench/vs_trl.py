@@ -2,24 +2,23 @@
 
     python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
-Both train the same model on the same prompts with the same reward function and learning rate. A step has 16
-prompts × 8 samples and one update. Responses have at most 64 tokens. Tasks:
-    sums     the demo's base model. A response is right or wrong, and has about 20 tokens.
-    digits   random weights of the same shape. The reward is the fraction of digits in the response, which has
-             about 37 tokens.
+Both use the same model, prompts, reward function and learning rate. A step has 16 prompts × 8 samples and one
+update. Responses have at most 64 tokens. Tasks:
+    sums     the demo's base model; a response is right or wrong
+    digits   random weights of the same shape; the reward is the fraction of digits in the response
 
 Sides:
     torz        this project
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
-A side is one process with threads on all cores, or several with --ranks (torz) and --trl_ranks (TRL). torz
-and trl_tuned get the Makefile's settings of glibc's allocator, with which a process keeps freed memory.
+A side has one process, or --ranks (torz) and --trl_ranks (TRL). The processes use all cores. torz and
+trl_tuned get the Makefile's settings of glibc's allocator.
 
-The sides take turns of four steps. So if the machine is slow for a while, all sides are slow. With
---pairs 5, this is done with five seeds. A side's time is the median of its steps after the first turn.
+The sides take turns of four steps, so that all suffer equally if the machine slows down. A side's time is the
+median of its steps after the first turn.
 
---trl_python is TRL's interpreter. --dtype is torz's dtype. --base is the model's folder, made if it is
-missing. Do not set --side, --seed and --out: this program passes them to the processes that it starts.
+--trl_python is TRL's interpreter. --base is the model's folder, made if it is missing. Do not set --side,
+--seed and --out: this program passes them to its processes.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """
@@ -64,13 +63,13 @@ def digits(response, answer, kind):
 
 
 class Turns:
-    """Pauses this process while another one trains, so that torz and TRL take turns."""
+    """Pauses this process while another one trains."""
 
     def __init__(self) -> None:
         self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
-        """Reports a step. After TURN steps, waits until the main program starts this process's next turn."""
+        """Reports a step. After TURN steps, waits for the next turn."""
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             row = {"seconds": time.monotonic() - self.start, "reward": reward}
@@ -101,14 +100,14 @@ def torz(base: str, reward: str, steps: int, seed: int, out: str, dtype: str) ->
 
 
 def trl_reward(reward: str, tokenizer, means: list[float]) -> Callable:
-    """Returns the reward function with the arguments that TRL passes. A call appends its mean to `means`."""
+    """Returns the reward function for TRL. Each call appends the mean reward to `means`."""
     functions: dict = {}
     exec(REWARD, functions)
 
     def score(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_) -> list[float]:
         scores = []
         for text, gold, ids in zip(completions, answer, completion_ids, strict=True):
-            ended = ids[-1] == tokenizer.eos_token_id  # without an end token the score is 0, as in torz
+            ended = ids[-1] == tokenizer.eos_token_id  # else the score is 0, as in torz
             scores.append(functions[reward](text, gold, "") * ended)
         means.append(mean(scores))
         return scores
@@ -148,8 +147,7 @@ def trl(base: str, reward: str, steps: int, seed: int, out: str, tuned: bool) ->
 
 
 def processes_of(leader: int) -> set[int]:
-    """Returns the ids of the process `leader`, of all processes in the leader's session, and of their
-    descendants."""
+    """Returns the ids of the processes in the session of `leader`, and of their descendants."""
     parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -168,8 +166,8 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of the processes_of(leader) in MB. The peak of a process is its memory now
-    (Pss_Anon + Pss_Shmem) plus the drop of resident memory since the peak (VmHWM - VmRSS)."""
+    """Returns the peak memory of processes_of(leader) in MB: memory now (Pss_Anon + Pss_Shmem), plus the drop
+    since the peak (VmHWM - VmRSS)."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}

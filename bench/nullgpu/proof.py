@@ -3,9 +3,8 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-NULLGPU is the folder of a stub CUDA driver that computes nothing (see bench/nullgpu/trainer.py). This program
-runs the script's commands on it, with the smaller values in SMALL. So it tests that they accept their flags
-and run to the end. The measured numbers mean nothing.
+bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs the script's commands with the
+smaller values in SMALL. The measured numbers mean nothing.
 """
 
 import os
@@ -17,9 +16,9 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # torch's defaults; if unset, stand_ins() sets train.py's
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # torch's defaults, not train.py's
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-if words[0] != "-u":  # -c or torchrun. PYTHON_EXEC makes torchrun start each rank as `proof.py -u train.py …`
+if words[0] != "-u":  # -c or torchrun, which starts each rank as `proof.py -u train.py …`
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())
 
@@ -36,14 +35,14 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
-# Every value that is read from the stub is 0. The patches below avoid that sums and sizes become 0.
+# Every value read from the stub is 0. The patches below replace sums and sizes.
 Meter.__init__ = lambda meter, device: new(meter)  # sums on the CPU, which keeps the counts
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# On the stub all comparisons are False, so the engine's `_wave` yields nothing. After it, yield each response
-# with as many tokens as its limit. `sizes` keeps one prompt length, because all are equal.
+# On the stub all comparisons are False, so the engine's `_wave` yields nothing. Then yield full responses.
+# All prompts have equal lengths.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
@@ -52,7 +51,7 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# `_wave` calls max() on the limits, then on the prompts' lengths. The stub would return 0 both times.
+# `_wave` calls max() on the limits, then on the prompts' lengths.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (

@@ -2,18 +2,17 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-NULLGPU is the folder of the stub, which is not in this repository (see bench/nullgpu/trainer.py). The model
-has the shape of Qwen2.5-0.5B. For each algorithm, one process makes two steps, saves and exports; a second
-one resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
+bench/nullgpu/trainer.py says what the folder NULLGPU is. The model has the shape of Qwen2.5-0.5B. For each
+algorithm, one process makes two steps, saves and exports; a second one resumes and makes two more steps. With
+24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
 
-Prints one JSON line per phase of the loop. A line "before NAME" covers the time from the last phase to NAME.
-    held_gib       device memory that is in use when the phase ends
-    expected_gib   what held_gib should be. While the engine sleeps: the process's own memory and the sleeping
-                   engine. While it is awake: the engine's part of the device (--engine_share).
-    peak_gib       the most memory that the driver gave in the phase
-    plan_gib       the largest total of tools/plan.py for the phase; 0 if the plan does not have this phase
+Prints one JSON line per phase of the loop. "before NAME" is the time from the last phase to NAME.
+    held_gib       device memory in use at the end
+    expected_gib   what held_gib should be
+    peak_gib       peak memory of the driver
+    plan_gib       planned total of tools/plan.py; 0 if the plan has no such phase
     h2d, d2h       number of copies from host to device, and back; h2d_gib, d2h_gib: their size
-    pageable       bytes that torch copied from or to host memory that is not pinned
+    pageable       bytes copied from or to host memory that is not pinned
     pinned_gib     host memory that was pinned in the phase
     waits          how often the host waited for the device
 
@@ -58,7 +57,7 @@ FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_p
 
 
 class Phases:
-    """Replaces dist.phase. Prints a row for each phase, and a row for the time between two phases."""
+    """Replaces dist.phase. Prints a row for each phase and for the time between two phases."""
 
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
@@ -97,7 +96,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Makes vLLM count one sampled token per decoding step. With the stub's count, 0, no response ends."""
+    """Makes vLLM count one sampled token per decoding step. With the stub's 0, no response ends."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -111,8 +110,7 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Patches Pack.to: `known` (trainer.HOST) keeps the pack's mask and segment ends, which decide the sizes
-    of other tensors. On the stub they would be zeros."""
+    """Patches Pack.to: `known` keeps the pack's mask and segment ends, which the stub would lose."""
     import data
 
     to = data.Pack.to
@@ -127,7 +125,7 @@ def remember_packs(known: dict) -> None:
 
 
 def no_nccl() -> None:
-    """Makes collectives of device tensors do nothing. Collectives of host tensors still use gloo."""
+    """Makes collectives of device tensors do nothing."""
     import torch.distributed as td
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend
 
@@ -136,13 +134,12 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Gives train.py made-up values where it reads results from the GPU, because the stub that takes the
-    GPU's place computes nothing. Also replaces NCCL."""
+    """Gives train.py made-up values where it reads results from the GPU. Also replaces NCCL."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
     no_nccl()
-    ckpt.is_finite = lambda x: True  # the real check would read memory into which the stub never copied
+    ckpt.is_finite = lambda x: True  # the stub never copied into this memory
     host_values()
     remember_packs(HOST)
     load = vllm_engine.VLLMEngine.load
@@ -151,7 +148,7 @@ def stand_ins() -> None:
 
 def one_process(argv: list[str]) -> None:
     cfg = configs.parse(argv, "run.py")
-    dist.phase = phases = Phases(cfg, dist.phase)  # before `import train`, whose decorators call dist.phase
+    dist.phase = phases = Phases(cfg, dist.phase)  # before train's decorators call dist.phase
     import train
     from bench.nullgpu.trainer import Pageable
 

@@ -5,8 +5,8 @@
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
 builds of torch and vLLM. The stub's kernels do nothing, and copies from the stub to the host bring zeros.
-torch's fake process group sends nothing. So the memory of torch's allocator is real, and kernel launches,
-copies, waits and collectives are counted. Computed numbers mean nothing; the speed of a GPU is not measured.
+torch's fake process group sends nothing. Memory, launches, copies, waits and collectives are counted.
+Computed numbers and times mean nothing.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
@@ -16,13 +16,13 @@ Prints one JSON line per phase of this rank. The phases:
 All but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
-    peak_gib         peak of torch's tensors; stays_gib: what they take when the phase ends
-    reserved_gib     peak of what torch's allocator took from the driver
-    driver_peak_gib  peak of all that the process took from the driver
+    peak_gib         peak of torch's tensors; stays_gib: at the end of the phase
+    reserved_gib     peak of torch's allocator
+    driver_peak_gib  peak of the process
     h2d, d2h         number of copies from host to device, and back; h2d_gib, d2h_gib: their size
-    d2d_gib          data copied within the device; pinned_gib: host memory that was pinned
+    d2d_gib          size of copies within the device; pinned_gib: pinned host memory
     all_gather_…_gib size of the whole tensors of all-gathers; reduce_scatter_…_gib: of reduce-scatters
-    pageable         bytes that torch copied from or to host memory that is not pinned
+    pageable         bytes copied from or to host memory that is not pinned
     flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
     index_add        launches of atomic additions, whose order on a GPU is random
     waits            how often the host waited for the device
@@ -71,8 +71,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu: for a tensor in HOST, they use its copy on the host. From the
-    stub device they would read zeros, but masks and segment lengths decide the sizes of other tensors."""
+    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST. These tensors decide
+    the sizes of others, and the stub would return zeros."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -119,7 +119,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Returns policy or critic with its optimizer, as train.load_models does, but without model files."""
+    """Returns policy or critic with its optimizer, without model files."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
@@ -136,7 +136,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
 
 
 class Pageable(TorchDispatchMode):
-    """Counts the bytes that torch copies between the device and host memory that is not pinned."""
+    """Counts bytes copied between the device and host memory that is not pinned."""
 
     bytes = 0
 
