@@ -1,11 +1,10 @@
 """Every setting of a run, the presets (named sets of settings) and the layouts (numbers of ranks).
 
-One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. The
-comment beside a field is its help text. A value that can be derived is a property, never a second setting. A
-flag beats the layout, the layout beats the preset, the preset beats the default.
+One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. A flag
+beats the layout, the layout beats the preset, the preset beats the default.
 
-The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290 and its playground files). What
-Open-Reasoner-Zero calls a "node" is one GPU, which torz calls a rank. In torz, a node is a machine."""
+The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its "node" is one GPU, which
+torz calls a rank. In torz, a node is a machine."""
 
 from __future__ import annotations
 
@@ -34,46 +33,43 @@ Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
               for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
-# Checked here, because every command imports this file before it imports any package.
+# Checked here, because every command imports this file before any package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
 
 
 class UserError(Exception):
-    """A mistake that the user can fix, in one line: `FOUND; needed: NEEDED`. The commands print it without a
-    traceback."""
+    """A mistake that the user can fix, in one line: `FOUND; needed: NEEDED`."""
 
 
 def require(ok: bool, found: str, needed: str) -> None:
-    """Raise UserError("{found}; needed: {needed}") unless `ok`."""
     if not ok:
         raise UserError(f"{found}; needed: {needed}")
 
 
 def printable(text: str) -> str:
-    r"""Returns the text with escapes such as \x1b in place of the characters that a terminal would obey: all
-    control characters except \n and \t, and characters that set the direction of text."""
+    r"""Returns the text with escapes such as \x1b for control characters (except \n and \t) and for
+    characters that set the direction of text."""
     obeyed = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
     return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
 
 
 def shorten(text: str, most: int = 66) -> str:
-    """Returns `text` on one line of at most `most` characters. The middle of a longer text is left out."""
+    """Returns `text` on one line of at most `most` characters, without its middle if it is longer."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
 
 def show(text: str) -> None:
-    """Print a text that may contain problems, responses or file names. They may contain characters that
-    would change the terminal, so these are escaped (`printable`)."""
+    """Print a text that may contain problems, responses or file names, which may contain control
+    characters."""
     print(printable(text))
 
 
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
-    """Context manager around a command's main function. A UserError inside ends the process with status 1.
-    The first rank of each machine prints the error as one line. Ranks that dist.launch has started print
-    nothing, because the process that called dist.launch prints the line."""
+    """Context manager for a command's main function. A UserError inside is printed as one line, once per
+    machine, and ends the process with status 1."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
@@ -91,8 +87,8 @@ def user_errors(prog: str) -> Iterator[None]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write `text`, the reason why this process ends, to torchrun's error file. If several processes fail,
-    torchrun prints the text of the one that failed first."""
+    """Write `text`, the reason why this process ends, to torchrun's error file. torchrun prints the reason of
+    the first process that fails."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -100,15 +96,13 @@ def tell_torchrun(text: str) -> None:
 
 
 class Range(NamedTuple):
-    """The values that a setting may have: from `low` to `high`. If `above` is true, `low` itself is not
-    allowed."""
+    """Allowed values of a setting: from `low` to `high`, without `low` if `above` is true."""
 
     low: float
     high: float = math.inf
     above: bool = False
 
     def has(self, x: float) -> bool:
-        """Returns whether x is finite and in the range."""
         return math.isfinite(x) and self.low <= x <= self.high and not (self.above and x == self.low)
 
     def __str__(self) -> str:
@@ -138,29 +132,29 @@ class Config:
     """All settings of a run."""
 
     # --- changed in most runs
-    model: str = ""  # base model: a Hugging Face folder (config, tokenizer, safetensors), or an id of the Hub
+    model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
-    steps: Amount = 0  # number of steps, each a rollout and its updates; 0: see --epochs, --total_episodes
+    steps: Amount = 0  # number of steps; 0: see --epochs, --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
     prompts_per_step: Count = 128  # number of prompts sampled in each step
     samples_per_prompt: Count = 64  # number of responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Positive = 1e-6  # learning rate after warm-up
-    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no such term (with --ref_model, the KL is logged)
-    ranks: Amount = 0  # number of ranks; up to 8 start without torchrun; 0: as many as torchrun starts, or 1
+    kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term
+    ranks: Amount = 0  # number of ranks; up to 8 start without torchrun; 0: torchrun's, or 1
 
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
-    critic_model: str = ""  # the critic's base model, a folder or an id of the Hub; empty: --model
-    ref_model: str = ""  # the KL term's reference, for example a teacher: a folder or an id; empty: --model
+    critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
+    ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
-    date: str = ""  # date YYYY-MM-DD for a chat template that prints today's; empty: day of the first start
+    date: str = ""  # YYYY-MM-DD, for a chat template that prints today's date; empty: day of the first start
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
-    env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: one turn, no reply
+    env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: no replies
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
 
@@ -173,28 +167,28 @@ class Config:
     start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
     # --- the batch
-    max_prompt_len: Count = 2048  # maximum tokens of a prompt; rows with longer prompts are dropped
+    max_prompt_len: Count = 2048  # maximum tokens of a prompt; longer ones are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
     skip_solved: Share = 0.0  # skip a prompt after this share of its responses was right; 0: off
     resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
     round_len: Amount = 0  # spread unfinished responses over the engines again after every N tokens; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
-    pack_len: Count = 16384  # maximum tokens of a pack (the micro-batch of one forward pass on one rank)
-    policy_updates: Count = 1  # number of policy updates in one pass over a step's samples
-    critic_updates: Count = 12  # number of critic updates in one pass over a step's samples
-    passes_per_step: Count = 1  # number of passes over a step's samples (PPO's epochs, TRL's num_iterations)
+    pack_len: Count = 16384  # maximum tokens of a pack, the micro-batch of one forward pass
+    policy_updates: Count = 1  # number of policy updates in a pass over a step's samples
+    critic_updates: Count = 12  # number of critic updates in a pass over a step's samples
+    passes_per_step: Count = 1  # number of passes over a step's samples (PPO's epochs)
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
-    temperature: Positive = 1.0  # sampling temperature; the trainer also divides its logits by it
+    temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it, too
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of the GPU's memory that vllm may use while it samples
     max_num_seqs: Count = 512  # maximum number of responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
-    eval_top_p: Part = 1.0  # sample only from the fewest tokens with this total probability; 1: all tokens
+    eval_top_p: Part = 1.0  # sample only from the fewest tokens with this probability; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
     grade_workers: Count = 1  # number of grading processes of each rank
     grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
@@ -206,46 +200,46 @@ class Config:
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
     lr_end: NotNegative = 0.0  # final learning rate of both models, with --lr_decay linear or cosine
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
-    weight_decay: NotNegative = 0.0  # AdamW's weight decay; an update scales weights by 1 - lr * weight_decay
-    adam_eps: Positive = 1e-8  # AdamW's epsilon, which is added to the root of the second moment
-    grad_clip: Positive = 1.0  # maximum global gradient norm; larger gradients are scaled down to it
+    weight_decay: NotNegative = 0.0  # AdamW's weight decay
+    adam_eps: Positive = 1e-8  # AdamW's epsilon
+    grad_clip: Positive = 1.0  # maximum global gradient norm
 
     # --- the loss
     gamma: Share = 1.0  # discount (ppo, and --advantage return_whiten)
     lam: Share = 1.0  # GAE's lambda (ppo, and --advantage return_whiten)
     clip_low: Share = 0.2  # the policy's ratio is clipped to at least 1 - clip_low
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
-    value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error (ORZ's paper)
-    freeze_policy_steps: Amount = 0  # number of steps at the start that train only the critic
+    value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error
+    freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
-    ref_refresh: bool = False  # copy the policy to the reference after each epoch; off with --ref_model
-    entropy_coef: NotNegative = 0.0  # weight of an entropy bonus in the policy's loss
+    ref_refresh: bool = False  # copy the policy to the reference after each epoch
+    entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
     mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
     mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # truncate: clamp to them; mask: 0 outside
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how losses are averaged (grpo)
     overlong_buffer: Amount = 0  # length penalty from this many tokens before the limit; 0: off (DAPO)
-    nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length (Open-Instruct)
+    nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length
     mask_truncated: bool = False  # exclude responses cut by length from the loss
-    drop_uniform: bool = False  # exclude prompts from the loss if all their responses score the same (grpo)
+    drop_uniform: bool = False  # exclude prompts whose responses all score the same from the loss (grpo)
 
     # --- where and how it runs
     layout: Literal["any", "debug", "production"] = "any"  # ranks: debug 8; production preset's; any --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
-    network: NotNegative = 0.0  # the plan assumes this speed between nodes, in Gb/s; 0: usual for this GPU
+    network: NotNegative = 0.0  # speed between nodes that the plan assumes, in Gb/s; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
+    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as fit)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
-    save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/ too
-    track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases too
-    grace: Positive = 25.0  # seconds to save and exit after SIGTERM, SIGUSR1, ctrl-C; torchrun kills after 30
+    save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
+    track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
+    grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
     go: bool = False  # start even if the check of the first responses or of the gold answers fails
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
@@ -292,7 +286,7 @@ class Config:
                 "complete responses are counted")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
-        # If a round were as long as a response, --carry would never have a response to carry.
+        # Otherwise --carry would never have an unfinished response to carry.
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
                 f"large: a response has at most {self.max_response_len} tokens",
@@ -320,13 +314,12 @@ class Config:
 
     @property
     def has_ref(self) -> bool:
-        """Whether the run has a reference model. With --kl_coef 0, the reference only gives the metric kl."""
+        """Whether the run has a reference model, perhaps only for the metric kl."""
         return self.kl_coef > 0 or self.ref_model != ""
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the weights of the reference model. They do if these weights may differ
-        from those of --model, because of --ref_refresh or --start_from."""
+        """Whether checkpoints hold the reference's weights, because they may differ from those of --model."""
         return self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
 
     @property
@@ -336,13 +329,13 @@ class Config:
 
     @property
     def model_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in training."""
+        """Maximum tokens of a prompt plus its response in training."""
         both = self.max_prompt_len + self.max_response_len
         return min(both, self.max_model_len or both)
 
     @property
     def engine_len(self) -> int:
-        """Maximum number of tokens of a prompt plus its response in evaluation and in the engine."""
+        """Maximum tokens of a prompt plus its response in evaluation and in the engine."""
         longer = self.eval_response_len > self.max_response_len
         return self.max_prompt_len + self.eval_response_len if longer else self.model_len
 
@@ -352,18 +345,16 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """With --carry, more prompts are sampled at the same time than a step needs, so that the step can end
-        without the longest responses. This is the number of additional prompts."""
+        """Number of prompts, with --carry, that are sampled in addition to those that a step needs."""
         return round(self.carry * self.prompts_per_step)
 
     @property
     def minibatches(self) -> int:
-        """Number of minibatches in a step. The model with more updates trains on one minibatch in each of
-        its updates. The other model trains on several in each update."""
+        """Number of minibatches in a step: one for each update of the model with more updates."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
-        """Returns the engine's name, a key of rollout.ENGINES. With --engine auto, `on_gpu` decides."""
+        """Returns the engine's name, a key of rollout.ENGINES."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
@@ -376,8 +367,8 @@ class Config:
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError unless exactly one of --steps, --epochs and --total_episodes is
-        given, or if --freeze_policy_steps leaves no step that trains the policy."""
+        prompts in an epoch. Raises UserError for a wrong length, or if --freeze_policy_steps leaves no step
+        for the policy."""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -386,7 +377,7 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of an update. `update`: number of the update within `step`, from 0."""
+        """Returns the learning rate of update number `update` (from 0) within `step`."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -403,20 +394,19 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's updates (optimizer steps) in a step. If it is 1, the ratio is 1 and clipping
-        does nothing."""
+        """Number of the policy's updates in a step. If it is 1, the ratio is 1 and clipping does nothing."""
         return self.policy_updates * self.passes_per_step
 
 
 @functools.cache
 def ranges() -> dict[str, Range]:
-    """Returns field -> allowed range, for each field of Config that has a range."""
+    """Returns field of Config -> allowed range."""
     hints = get_type_hints(Config, include_extras=True)
     return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
             for found in get_args(part) if isinstance(found, Range)}
 
 
-# Open-R1's system prompt, verbatim (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
+# Open-R1's system prompt (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
 OPEN_R1_SYSTEM = (
     "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
     "about the reasoning process as an internal monologue and then provide the user with the answer. "
@@ -436,9 +426,9 @@ TINY = Config(
     policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
     recompute="none", max_num_seqs=256)
 
-# The comment above a preset names its paper. docs/algorithms.md lists the departures from the papers.
+# docs/algorithms.md lists the departures from the papers.
 PRESETS = {
-    # The demo: a model of 0.4M parameters learns to add two numbers.
+    # A demo: a model of 0.4M parameters learns to add two numbers.
     "tiny-ppo": TINY,
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
     # Not from a paper: GSM8K on one 24-GB GPU, in one evening.
@@ -448,8 +438,8 @@ PRESETS = {
         system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
         samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
         warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
-    # Open-Reasoner-Zero, arXiv 2503.24290 and its playground files: PPO with γ = λ = 1. Its file for 1.5B has
-    # another engine share (gpu_memory_utilization) than its file for 0.5B.
+    # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The engine shares are those of its playground
+    # files.
     "orz-0.5b": ORZ_SMALL,
     "orz-0.5b-1gpu": ORZ_SMALL,
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
@@ -458,8 +448,8 @@ PRESETS = {
                        pack_len=18432, eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
-    # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1, for a model of 32B parameters. The paper states
-    # neither weight decay (here of verl's recipe/dapo/run_dapo_qwen2.5_32b.sh) nor betas (verl's defaults).
+    # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1, for a 32B model. Weight decay and betas are verl's,
+    # because the paper states none.
     "dapo-7b": replace(
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
@@ -478,19 +468,17 @@ PRESETS = {
     # GSPO, arXiv 2507.18071, eq. 5 to 7 and section 5.1.
     "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
                        policy_updates=4),
-    # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2 (AdamW). clip_high is ScaleRL's.
+    # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2. clip_high is ScaleRL's.
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
                         adam_eps=1e-15),
-    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates of 48 prompts, as in the
-    # paper's PPO-off-policy-8 (section 3.1). With only one such update in a step, each of 32 engines would
-    # decode only 24 responses.
+    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates of 48 prompts: the paper's
+    # PPO-off-policy-8 (section 3.1).
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml. A step has 448 responses, as in Open-R1:
-    # 7 GPUs × 16 responses × 4 accumulation steps.
+    # Open-R1's config_demo.yaml. A step has its 448 responses: 7 GPUs × 16 responses × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -498,8 +486,7 @@ PRESETS = {
         max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
     # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is from Open-Instruct's
-    # docs/tulu3.md, which has the command that made the released model. Weight decay and betas are the
-    # defaults of torch's AdamW, as in Open-Instruct's code.
+    # docs/tulu3.md. Weight decay and betas are torch's defaults, as in Open-Instruct's code.
     "rlvr-8b": replace(
         ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", data=(), template="chat",
         extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
@@ -509,21 +496,19 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
         eval_samples=(1,)),
 }
-# A layout sets the number of ranks. The other values of "debug", those of Open-Reasoner-Zero's debug mode,
-# are set only on the presets whose names begin with orz-.
+# The values of "debug" except ranks, from Open-Reasoner-Zero's debug mode, are set only on orz-* presets.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
     "production": dict(ranks=32),
 }
-# Presets whose production layout does not have 32 ranks. The numbers are Open-Reasoner-Zero's.
+# Presets whose production layout does not have 32 ranks (Open-Reasoner-Zero's numbers)
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. Most do not change the algorithm. Some name what the run
-# reads: data, models, rewards, the template. Of these ckpt.resume compares the content, such as the tokens
-# of the prompts (see read_facts in guard/start.py).
+# Settings that may change when a run resumes. Of what the run reads (data, models, rewards, template),
+# ckpt.resume compares the content instead (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
@@ -534,22 +519,21 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """Returns a text `field: old -> new` for each field whose change alters the algorithm. `old`, `new`: the
-    configs of the checkpoint's run and of this run, as dicts."""
+    """Returns `field: old -> new` for each field whose change alters the algorithm. `old`, `new`: configs as
+    dicts."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # A run may be resumed with another --layout. Then the fields that layouts set (all of them are in
-    # LAYOUTS["debug"]) may change, unless a flag has set one of them.
+    # The fields that a layout sets may change with --layout, unless a flag has set one of them.
     if old["layout"] != new["layout"] and not by_flag:
         free = free | LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Returns a text `key: old -> new` for each key that is in both dicts with different values. `old` was
-    read from JSON, which has no tuples, so `new` is first converted to JSON and back."""
+    """Returns `key: old -> new` for each key that is in both dicts with different values. `old` was read from
+    JSON, where tuples are lists, so `new` is converted too."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -558,14 +542,13 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """Returns ` (did you mean X?)`, where X is the choice most similar to `word`, or "" if no choice is
-    similar."""
+    """Returns ` (did you mean X?)`, where X is the most similar choice, or "" if no choice is similar."""
     close = difflib.get_close_matches(word, choices, 1, 0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag, or a text that begins with it -> flags of other libraries with the same meaning. A foreign flag
-# that is spelled like ours needs no entry, because `nearest` finds ours. docs/faq.md has a table of all.
+# Our flag, or a text that begins with it -> flags of other libraries with the same meaning. Flags spelled
+# like ours are missing, because `nearest` finds ours.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -591,8 +574,8 @@ FOREIGN = {
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line. `--no_go`, `--steps 3` and
-    `--pack-len=9` give the fields go, steps and pack_len."""
+    """Returns field -> first word of the value, for each flag of a command line. `--no_go` gives the field
+    `go`."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -602,11 +585,11 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for a flag that does not exist, and for a value after a
-    flag that takes none."""
+    """Returns given_flags(argv). Raises UserError for an unknown flag, and for a value after a flag that
+    takes none."""
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
-        # some libraries put the names of sections in front: --train.micro_batch_size
+        # `split`, because some libraries put a section's name in front: --train.micro_batch_size
         ours = next((f": --{k} does that" for k, words in FOREIGN.items()
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
@@ -617,8 +600,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the name that --layout gives. Without --layout, the environment variable DEBUG_MODE decides:
-    True means "debug", as in Open-Reasoner-Zero; False means "any"; not set means `default`."""
+    """Returns the layout that --layout names. Without --layout, the environment variable DEBUG_MODE decides:
+    True is "debug", as in Open-Reasoner-Zero, and False is "any". Without both, returns `default`."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -634,13 +617,15 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a command line
-    that can't be read.
+    """Returns the config of the command line `PRESET [--flag value …]`.
 
-    Under torchrun, the preset may be left out. It is then orz-7b. Without --layout and DEBUG_MODE, its layout
-    is "debug" on 8 ranks, "production" on 32 ranks, else "any".
+    Under torchrun, the preset may be left out. It is then orz-7b, whose default layout is "debug" on 8 ranks
+    and "production" on 32.
 
-    `argv`: words of the command line; default: sys.argv[1:]. `kind`: Config or a subclass with more flags."""
+    argv: words of the command line; default: sys.argv[1:]
+    kind: Config or a subclass with more flags
+
+    Raises UserError for a command line that can't be read."""
     import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -671,29 +656,28 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
         if not e.code:  # --help
             print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(text), sep="\n\n")
             raise
-        # tyro prints a title, a line of dashes, the error, a line of dashes and hints. Keep only the error.
+        # tyro prints the error between two lines of dashes.
         text = " ".join(re.split("-{9,}", text)[1].split()).strip(".")
         raise UserError(f"{text.replace('. Expected', '; needed:')}; see {prog} {name} --help") from None
     cfg.check_length()
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
-    # If --out is empty, only train.py writes to runs/PRESET. tools.evaluate chooses its folder itself.
+    # tools.evaluate chooses its folder itself.
     return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
 
 
 def in_groups(text: str) -> str:
-    """Returns tyro's text of --help with a title above each group of flags. The titles are the comments
-    `# --- title` in the source of Config."""
+    """Returns tyro's text of --help with a title above each group of flags: a comment `# --- title` in
+    Config."""
     for title, first in re.findall(r"# --- (.+)\n    (\w+):", inspect.getsource(Config)):
         text = text.replace(f"\n  --{first} ", f"\n\n {title}\n  --{first} ")
     return text
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Names that may be on the Hub are not
-    checked here, but when they are downloaded. In a run on several machines nothing is checked here: train.py
-    checks the files after the ranks are connected, so that all machines report the same error."""
+    """Raises UserError if --model or a data file does not exist. Names of the Hub are checked at the
+    download. Runs on several machines are checked when the ranks are connected."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
@@ -707,10 +691,8 @@ def set_allocator() -> None:
     """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
     imported.
 
-    GPU memory: expandable segments reduce fragmentation. tools/plan.py assumes them.
-    Pinned host memory: a block of more than 1 MiB has the size that was requested, not the next power of 2.
-    Such a block is not cached, because torch 2.13 would reuse it without checking its size (fixed by PyTorch
-    pull request 192722)."""
+    Expandable segments reduce fragmentation of GPU memory. Pinned blocks of more than 1 MiB get exactly their
+    size, and are not cached, because torch 2.13 would reuse them wrongly (PyTorch pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
@@ -732,7 +714,7 @@ def check_model(path: str) -> None:
 
 
 def model_folder(path: str) -> Path:
-    """Returns the path of a model's folder. Raises UserError if it is not the folder of a model."""
+    """Returns the path of a model's folder. Raises UserError if it is none."""
     check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
@@ -740,24 +722,23 @@ def model_folder(path: str) -> Path:
 
 
 def data_file(path: str) -> Path:
-    """Returns the path of a data file. Raises UserError if the file does not exist."""
+    """Returns the path of a data file. Raises UserError if it does not exist."""
     require(Path(path).is_file(), f"no data file {path}{' (a folder)' if Path(path).is_dir() else ''}",
             _build(path) or "a .json, .jsonl or .parquet file that exists")
     return Path(path)
 
 
 def _build(path):
-    """Returns a hint for an error message if `tools.tiny` makes the file `path`, else ""."""
+    """Returns a hint for errors if tools.tiny makes `path`, else ""."""
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
 def meanings(kind: type[Config] = Config) -> dict[str, str]:
-    """Returns field of the class -> the comment beside the field, which is also the field's help text."""
+    """Returns field -> the comment beside it, which is its help text."""
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# Flags that have no effect in some runs. `parse` refuses them there. Each entry has the flags, a function
-# that returns whether they have an effect with config c, and the setting that they need to have an effect.
+# (flags, whether they have an effect with config c, the setting that they need). `parse` refuses idle flags.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),
@@ -792,7 +773,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a model's JSON file. Raises UserError if the file is not JSON."""
+    """Returns the content of a JSON file. Raises UserError if it is not JSON."""
     try:
         return json.loads(file.read_bytes())
     except ValueError as e:
@@ -800,11 +781,10 @@ def read_json(file: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that are not JSON, because a
-    crash may have cut a line short."""
+    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short."""
     rows = []
     if path.is_file():
-        # not str.splitlines(), which also splits at U+2028, a character that JSON text may contain
+        # not str.splitlines(), which also splits at U+2028
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 with contextlib.suppress(json.JSONDecodeError):
@@ -824,5 +804,4 @@ def short_hash(data: bytes) -> str:
 
 
 def gib(n: float) -> str:
-    """Returns a number of bytes as text, in GiB or MiB."""
     return f"{n / GIB:.1f} GiB" if n >= GIB / 2 else f"{n / 2**20:.1f} MiB"
