@@ -213,7 +213,7 @@ class Config:
     freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
-    ref_refresh: bool = False  # copy the policy to the reference after each epoch
+    ref_refresh: bool = False  # copy the policy to the reference after each epoch; off with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
     mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
     mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # truncate: clamp to them; mask: 0 outside
@@ -232,7 +232,7 @@ class Config:
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
     network: NotNegative = 0.0  # speed between nodes that the plan assumes, in Gb/s; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as fit)
+    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none

@@ -1,9 +1,7 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
-This file tokenises the rows that grading/rows.py reads. It draws the prompts of each step; these depend only
-on (seed, step) and, with --skip_solved, on the problems solved so far. It assigns a step's samples to
-minibatches (one for each update), ranks and packs. A pack is the tokens of one forward pass: several samples
-end to end.
+A pack is the tokens of one forward pass: several samples end to end. The prompts of a step depend only on
+(seed, step) and, with --skip_solved, on the problems solved so far.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -37,7 +35,7 @@ from grading.rows import problem_rows, suspicious
 from reward import kind_of
 
 TEMPLATES = {
-    # The prompt of Open-Reasoner-Zero, word for word, from the files in its folder playground/.
+    # Open-Reasoner-Zero's prompt, word for word
     "orz": (
         "A conversation between User and Assistant. The User asks a question, and the Assistant "
         "solves it. The Assistant first thinks about the reasoning process in the mind and then "
@@ -49,8 +47,8 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Each use of random numbers in this file has its own number here, which is part of its seed. So the order of
-# an epoch, for example, is independent of the minibatches: np.random.default_rng([seed, ORDER, epoch]).
+# Each use of random numbers has its own number in the seed, such as default_rng([seed, ORDER, epoch]), so it
+# is independent of the others.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
 
@@ -74,14 +72,13 @@ class Problem:
 
     @property
     def where(self) -> str:
-        """Returns `FILE:ROW` for messages."""
         return f"{os.path.basename(self.file)}:{self.row}"
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response to one prompt. Training uses the token ids that the engine sampled; the text is never
-    tokenised again. With --env, the policy's turns alternate with texts of the environment."""
+    """One response to one prompt. Training uses the token ids that the engine sampled, never a new
+    tokenization of the text. With --env, texts of the environment follow the policy's turns."""
 
     prompt_id: int  # index in the step's batch; with --carry, number in the run until sampling ends
     sample_id: int  # index of this sample among the prompt's samples
@@ -119,19 +116,18 @@ class Sample:
 
     @property
     def is_sampled(self) -> np.ndarray:
-        """Returns (L,) bool: true at the response tokens that the policy sampled."""
+        """Returns (L,) bool: true at tokens of the policy, false at the environment's."""
         return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
 
     @property
     def policy_text(self) -> str:
-        r"""Returns the text that graders read: the policy's turns, separated by line breaks, without the
-        environment's texts."""
+        r"""Returns the text that graders read: the policy's turns without the environment's texts."""
         return "\n".join(self.segments[::2])
 
     @property
     def segments(self) -> list[str]:
-        """Returns the parts of `text`: the policy's first turn, the environment's text, the next turn, and so
-        on."""
+        """Returns the parts of `text`: the policy's first turn, the environment's text, the policy's next
+        turn, …"""
         return [*self.earlier, self.text[len("".join(self.earlier)):]]
 
     @property
@@ -146,14 +142,12 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> weighted value, for the sample's grader and each of its `parts`. `score` is the sum
-        of the values."""
+        """Returns name -> weighted value of the sample's grader and of each of its `parts`."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
     def score(self) -> float:
-        """The number that training maximises: the weighted reward plus the values of the other terms of
-        --reward."""
+        """The number that training maximises: the sum of the weighted terms of --reward."""
         return sum(self.entered.values())
 
 
@@ -167,7 +161,7 @@ class Pack:
         cu_seqlens   0           5           11
         mask         . . . x x | . . . x x x
         rewards      0 0 0 0 1 | 0 0 0 0 0 0       the first response scores 1, the second 0
-    """
+"""
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, from 0 in each segment
@@ -181,7 +175,7 @@ class Pack:
     prompt_share: Tensor  # (T,) with --aggregation prompt: weight of the token in the loss
     longest: int  # number of tokens of the longest segment
     responses: int  # number of samples that enter the loss; 0 in a filler pack (see FILLER)
-    # Tokens that several segments share (a common prompt) are computed once; see unique_prefixes.
+    # Tokens that several segments share are computed once (see unique_prefixes).
     unique: Tensor  # (U,) indices of the tokens that the model computes
     inverse: Tensor  # (T,) tokens[t] has the result of the computed token number inverse[t]
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
@@ -202,12 +196,13 @@ class Pack:
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
                   longest: int = 0, keep_fields: bool = False) -> list[Problem]:
-    """Returns all problems of the files, in the order of the files. Drops repeated rows, prompts longer than
-    --max_prompt_len, and prompts that leave no room for a response.
+    """Returns all problems of the files, in order. Drops repeated rows, and prompts that are too long or
+    leave no room for a response.
 
-    If `paths` equals cfg.data, the problems have the weights cfg.data_weights; otherwise all weights are 1.
-    `longest`: maximum number of tokens of prompt plus response; 0: cfg.model_len. `keep_fields`: whether to
-    set Problem.fields. Raises UserError if no problem is left, or if a row can't be read."""
+    longest: maximum number of tokens of prompt plus response; 0: cfg.model_len
+    keep_fields: whether to set Problem.fields
+
+    Raises UserError if no problem is left, or if a row can't be read."""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -241,14 +236,13 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function that turns a conversation into the tokens of a prompt. The last turn of a
-    conversation is the problem.
+    """Returns a function that turns a conversation into the tokens of a prompt. Its last turn is the problem.
 
-    The template "chat" is the tokenizer's chat template. It shows all turns, and `system_prompt` if the
-    conversation has no system turn. The other templates show only the problem.
+    Only the template "chat" shows the other turns. It adds `system_prompt` if the conversation has no system
+    turn.
 
-    Raises UserError if the template doesn't exist or has no {problem}. The returned function raises UserError
-    if the template can't show the conversation, or if the prompt ends in the EOS token."""
+    Raises UserError for a wrong template. The returned function raises UserError if the template can't show
+    the conversation, or if the prompt ends in the EOS token."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
@@ -268,8 +262,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """Returns the text of a template, which contains {problem}, or "" for the tokenizer's chat template.
-    Raises UserError if the template doesn't exist or has no {problem}."""
+    """Returns the text of a template, which contains {problem}; "" for "chat". Raises UserError for a wrong
+    template."""
     if template == "chat":
         return ""
     if template in TEMPLATES:
@@ -285,8 +279,8 @@ def prompt_form(template: str) -> str:
 
 
 def _fill_form(form, turns, template):
-    """Returns the template's text `form` with the problem in place of {problem}. Raises UserError if the
-    conversation has turns before the problem, because the template can't show them."""
+    """Returns `form` with the problem in place of {problem}. Raises UserError if other turns come before the
+    problem."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -294,13 +288,13 @@ def _fill_form(form, turns, template):
 
 
 def _stop_template(*_):
-    """Handles SIGPROF: ends a chat template whose loops take too long, perhaps for ever."""
+    """Handles SIGPROF: ends a chat template that takes too long."""
     raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
 
 
 def _fill_chat_template(tokenizer, turns, system_prompt):
-    """Returns the prompt's text, made by the tokenizer's chat template. Raises UserError if the chat template
-    fails, or if it leaves out a turn of the system or of the user."""
+    """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a turn of the
+    system or of the user."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -315,7 +309,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
         signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # compare without spaces, because templates strip some
     for role, content in turns:
-        # Assistant turns are not checked, because a template may remove their text in <think> tags.
+        # not assistant turns, because a template may remove their text in <think> tags
         require(role == "assistant" or "".join(content.split()) in shown,
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
@@ -323,13 +317,11 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def fix_date(tokenizer: Any, day: str) -> str:
-    """Make the tokenizer's chat template print the date `day` (YYYY-MM-DD) instead of today's date, so that
-    prompts do not change overnight. Returns `day`, or "" if the template does not print today's date or if
-    `day` is "". Raises UserError if `day` is no date.
+    """Make the tokenizer's chat template, and that of an export, print the date `day` (YYYY-MM-DD) instead of
+    today's, so prompts do not change overnight. Returns `day`; "" if the template prints no date. Raises
+    UserError if `day` is no date.
 
-    A template gets today's date from the function strftime_now of transformers. Here, a macro of the same
-    name is put in front of the template and replaces this function. An exported model has the same template,
-    and so prints the same date."""
+    A macro in front of the template replaces the function strftime_now of transformers."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -347,9 +339,10 @@ DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strfti
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template with which the exported tokenizer makes the same prompts as in training,
-    or "" if that is not possible. `form`: the text of --template, or "" for the chat template (prompt_form).
-    A --template has a place for one problem only, so its Jinja template refuses all but one user turn."""
+    """Returns a Jinja chat template that makes the same prompts as in training, or "" if that is not
+    possible.
+
+    form: the text of --template, with a place for one problem only; "" for the chat template"""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -371,7 +364,7 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the tokens, answer, kind, weight, data set and fields of all problems, in order."""
+    """Returns a hash of the problems: tokens, answer, kind, weight, data set and fields."""
     every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
              for p in problems]
     return short_hash("".join(every).encode())
@@ -385,7 +378,7 @@ NONE: Solved = {}
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and on
-    `solved`. Each epoch has a new random order. Random other problems replace the solved ones."""
+    `solved`. Each epoch has a new random order. Random other problems replace solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
@@ -394,9 +387,8 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts whose sampling begins in this step. The prompts of a run are
-    numbered from 0. With --carry, more prompts are sampled at once than a step needs. Therefore the first
-    step also begins the extra prompts."""
+    """Returns the numbers (from 0 in the run) of the prompts whose sampling begins in this step. With
+    --carry, the first step also begins the extra prompts."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -408,10 +400,9 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns random problems of the epoch, as many as a step has prompts. Round 0 replaces solved problems
-    (`batch_at`). Rounds 1, 2, … replace prompts whose responses all have the same reward (train.resample).
-    The result depends only on (seed, step, round) and on `solved`. Solved problems are drawn only if fewer
-    unsolved ones are left than a step needs."""
+    """Returns random problems of the epoch, as many as a step has prompts, that replace solved problems
+    (round 0) or prompts with equal rewards (rounds 1, 2, …). They depend only on (seed, step, round) and
+    `solved`."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]
@@ -420,8 +411,7 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
-    """Returns the number of prompts in an epoch: the sum over files of (number of problems) x (weight),
-    rounded."""
+    """Returns the number of prompts in an epoch: the sum over files of problems x weight, rounded."""
     return sum(count for count, _ in _groups(problems))
 
 
@@ -429,12 +419,10 @@ _stored: dict[str, Any] = {}  # the problems of the last call of _groups, and it
 
 
 def _groups(problems):
-    """Divide the problems into groups. Returns (count, indices) for each group: an epoch draws `count`
-    prompts from the problems `indices`.
+    """Returns (count, indices) for each group of problems: an epoch draws `count` prompts from them.
 
-    A file with a fractional weight is a group of its own, so that it gets its exact share of the epoch. All
-    files with the same integer weight form one group. The result is stored for this list of problems, so the
-    list must not be changed in place."""
+    A file with a fractional weight is its own group, so its share of the epoch is exact. The result is cached
+    for the list of problems, so the list must not be changed in place."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):
@@ -445,8 +433,8 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of the problems of an epoch in two orders: 1. by group; 2. at random. groups: from
-    `_groups`. For 130 draws from a group of 100 problems, each occurs once, and a random 30 a second time."""
+    """Returns the indices of an epoch's problems: 1. by group; 2. in random order. 130 draws from 100
+    problems take each once, and a random 30 again."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -459,8 +447,7 @@ def _epoch(groups, seed, epoch):
 
 
 def extended(before: Sample, segment: Sample) -> Sample:
-    """Returns the trajectory `before` (a prompt with its response so far) with the tokens of `segment`
-    appended. The caller must set `text` in the result, because it is still the text of `before`."""
+    """Returns the trajectory `before` with the tokens of `segment` appended. The caller must set `text`."""
     def joined(field: str) -> np.ndarray:
         return np.concatenate([getattr(before, field), getattr(segment, field)])
 
@@ -469,8 +456,7 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """Returns the trajectory `s` with the environment's `text` (tokens `ids`) appended. The policy's next
-    turn starts after this text."""
+    """Returns the trajectory `s` with the environment's `text` (tokens `ids`) appended."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
     both = extended(s, reply)
@@ -482,16 +468,17 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
 
 
 def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Returns one list of samples for each prompt. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples of each prompt. `samples` must be ordered by (prompt_id, sample_id)."""
     return [list(group) for _, group in itertools.groupby(samples, lambda s: s.prompt_id)]
 
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
-    """Assign samples to minibatches, ranks and packs. Returns minibatches[m][rank][pack], a list of sample
-    indices. Sample i has `lengths[i]` tokens, costs `work[i]` (any unit), and has the prompt_id `prompts[i]`.
-    Samples must be ordered by (prompt_id, sample_id). The minibatches do not depend on the number of
-    ranks."""
+    """Returns minibatches[m][rank][pack], a list of sample indices. The minibatches do not depend on the
+    number of ranks.
+
+    lengths, work, prompts: tokens, cost (any unit) and prompt_id of each sample, ordered by (prompt_id,
+        sample_id)"""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -502,12 +489,11 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
     ascending.
 
-    FSDP needs the same number of packs on every rank, and at every pack all ranks wait for the slowest rank.
-    Therefore the k-th packs of all ranks get about the same cost.
+    FSDP needs the same number of packs on every rank, and each k-th pack waits for the slowest rank. So the
+    k-th packs get about the same cost.
 
-    A prompt is computed once for all its samples in the same pack. Therefore samples of one prompt are put
-    into packs together, as units. So that packs can still be balanced, a unit has at most 1/8 of the tokens
-    of a pack and 1/8 of the tokens of a rank. A longer sample is a unit of its own."""
+    A prompt is computed once for all its samples in a pack, so these form units. A unit has at most 1/8 of
+    the tokens of a pack and of a rank, so packs can be balanced."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -515,15 +501,15 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # Packs are sorted by cost, so the k-th packs of all ranks have similar costs.
+    # The k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for unit in b for i in units[unit]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Cut the ascending list of sample indices into lists. Each list has samples of one prompt, with at most
-    `limit` tokens in all, or a single longer sample."""
+    """Cut the ascending list of sample indices into lists of one prompt's samples, with at most `limit`
+    tokens or a single sample."""
     lists = []
     room = 0
     for i in indices:
@@ -539,9 +525,9 @@ def _neighbours(indices, lengths, prompts, limit):
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
     """Divide items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and the cost cost[i]
-    (default: lengths[i]). A list has at most `cap` tokens. Returns lists of item indices, or None if an item
-    fits in no list. The algorithm (LPT) takes the items from the most expensive to the cheapest, and puts
-    each into the list with the lowest cost so far that has room."""
+    (default: lengths[i]). Returns lists of item indices, or None if an item fits in no list of `cap` tokens.
+
+    The algorithm is LPT: the next most expensive item goes to the cheapest list that has room."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -555,15 +541,15 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# FSDP needs the same number of passes on every rank. So a rank without samples computes filler packs with
-# only this sample: one token that does not enter the loss.
+# A rank without samples computes filler packs of this one token, which does not enter the loss: FSDP needs
+# the same number of passes on every rank.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end; without samples, with FILLER alone. `fresh_tokens`: the
-    loss tokens that the weights of version `step` sampled; all loss tokens if `step` is None."""
+    """Returns a pack with the samples end to end; without samples, with FILLER alone. `fresh_tokens`: loss
+    tokens sampled by the weights of version `step` (None: all)."""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -572,8 +558,7 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
     def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns (T,): the values at response tokens, 0 at prompt tokens. values[i] (L,): one value for each
-        response token of sample i."""
+        """Returns (T,): values[i] (L,) at the response tokens of sample i; 0 at prompt tokens."""
         flat = np.concatenate(values)
         out = np.zeros(ends[-1], flat.dtype)
         out[in_response] = flat
@@ -606,22 +591,20 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses the tokens that the model computes: of tokens that several segments share, only one copy.
+    """Chooses the tokens that the model computes: one copy of those that several segments begin with, because
+    their hidden states are the same.
+
     Returns
     1. `unique` (U,): indices of the tokens that the model computes
-    2. `inverse` (T,): for each token, the position in `unique` of the token that is computed for it
-
-    A token attends only to earlier tokens of its segment. So if segments begin with the same tokens, these
-    tokens have the same hidden states in all of them:
+    2. `inverse` (T,): for each token, the position in `unique` of the token computed for it
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)
         unique      0 1 2 3 4           9   10 11        (U = 8: p q r a b c s d)
-        inverse     0 1 2 3 4   0 1 2 3 5   6  7
-    """
+        inverse     0 1 2 3 4   0 1 2 3 5   6  7"""
     starts = [0, *itertools.accumulate(map(len, segments))]
     computed = np.arange(starts[-1])  # for each token: index of the token that is computed for it
-    # Sorting puts the segments with the longest common prefixes next to each other.
+    # Sorting puts the longest common prefixes next to each other.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))
