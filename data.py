@@ -5,7 +5,7 @@ A pack is the tokens of one forward pass: several samples end to end. The prompt
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
-    minibatches = assign(lengths, work, prompts, ranks, cfg, step)  # minibatch, rank and pack of each sample
+    minibatches = assign(lengths, work, prompts, ranks, cfg, step)
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
 Unlike in Open-Reasoner-Zero, no sample is dropped or repeated to fill a batch."""
@@ -47,10 +47,9 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Each use of random numbers has its own number in the seed, such as default_rng([seed, ORDER, epoch]), so it
-# is independent of the others.
+# Part of the seed of each use of random numbers, so that none changes another.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds that the chat template may take for one row
+TEMPLATE_SECONDS = 5  # CPU seconds for one row
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -60,14 +59,14 @@ class Problem:
     """A prompt with a verifiable answer."""
 
     text: str  # without the template
-    ids: tuple[int, ...]  # tokens of the prompt: the template with the problem in it
+    ids: tuple[int, ...]  # tokens of the prompt, with the template
     answer: str
-    kind: str = "math"  # how answers are compared: math, choice or exact; also passed to a user's reward
+    kind: str = "math"  # how answers are compared: math, choice or exact
     weight: float = 1.0  # how often the problem comes in an epoch
-    dataset: str = ""  # name of the row's data set, to which --extractor and --reward may refer
+    dataset: str = ""  # name of the row's data set (see --extractor and --reward)
     file: str = ""
     row: int = 0
-    index: int = 0  # position in the list that load_problems returns
+    index: int = 0  # position in the list of load_problems
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
@@ -78,32 +77,32 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, never a new
-    tokenization of the text. With --env, texts of the environment follow the policy's turns."""
+    tokenization of the text."""
 
-    prompt_id: int  # index in the step's batch; with --carry, number in the run until sampling ends
-    sample_id: int  # index of this sample among the prompt's samples
+    prompt_id: int  # index in the step's batch; with --carry, in the run's prompts until sampling ends
+    sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
-    ids: np.ndarray  # (L,) int32 response tokens, including the environment's and the stop string or EOS
+    ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
     logp: np.ndarray  # (L,) float32 log-probs from the engine, after temperature; 0 at environment tokens
-    stopped: bool  # true: ended by EOS or a stop string; false: ended by the length limit
-    text: str  # the response, decoded
+    stopped: bool  # by EOS or a stop string, not by the length limit
+    text: str
     version: int  # the step whose weights sampled the last tokens
     reward: float = 0.0  # from the grader
     reason: str = ""  # why the grader gave this reward: one of reward.REASONS
-    answer: str | None = None  # the answer that was extracted from the response
+    answer: str | None = None  # extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
-    weight: float = 1.0  # the weight of the --reward term `grader`
+    weight: float = 1.0  # of the --reward term `grader`
     parts: dict[str, float] = field(default_factory=dict)  # other --reward terms: name -> weighted value
-    failed: tuple[str, ...] = ()  # names of the graders whose function raised an exception
-    in_loss: bool = True  # whether the sampled tokens enter the loss
-    sampled: np.ndarray | None = None  # (L,) bool, false at tokens of the environment; None: all were sampled
-    versions: np.ndarray | None = None  # (L,) int32 `version` of each token; None: `version` for all
-    turns: int = 1  # number of the policy's turns: 1 + the number of texts of the environment
-    turn_start: int = 0  # index in `ids` where the last turn starts
-    earlier: tuple[str, ...] = ()  # texts before the last turn: the policy's, the environment's, and so on
-    env_reward: float | None = None  # replaces the grader's reward; None: the environment gave no reward
-    advantage: float = 0.0  # GRPO's advantage. PPO computes an advantage per token later
-    prompt_share: float = 0.0  # with --aggregation prompt: loss weight of each of the sample's tokens
+    failed: tuple[str, ...] = ()  # names of the graders that raised an exception
+    in_loss: bool = True
+    sampled: np.ndarray | None = None  # (L,) bool, false at the environment's tokens; None: all true
+    versions: np.ndarray | None = None  # (L,) int32 version of each token; None: `version`
+    turns: int = 1  # number of the policy's turns
+    turn_start: int = 0  # index in `ids` of the last turn's start
+    earlier: tuple[str, ...] = ()  # texts before the last turn: policy, environment, …
+    env_reward: float | None = None  # replaces the grader's reward, if given
+    advantage: float = 0.0  # GRPO's advantage
+    prompt_share: float = 0.0  # loss weight of each token, for --aggregation prompt
 
     @property
     def key(self) -> tuple[int, int]:
@@ -161,25 +160,24 @@ class Pack:
         cu_seqlens   0           5           11
         mask         . . . x x | . . . x x x
         rewards      0 0 0 0 1 | 0 0 0 0 0 0       the first response scores 1, the second 0
-"""
+    """
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
     loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would make the CPU wait
-    fresh_tokens: Tensor  # (F,) indices where `mask` is true and this step's weights sampled the token
-    engine_logp: Tensor  # (T,) log p(tokens[t] | the tokens before it in its segment), from the engine
+    fresh_tokens: Tensor  # (F,) the loss tokens that this step's weights sampled
+    engine_logp: Tensor  # (T,) log p(tokens[t] | earlier tokens of its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
-    prompt_share: Tensor  # (T,) with --aggregation prompt: weight of the token in the loss
-    longest: int  # number of tokens of the longest segment
-    responses: int  # number of samples that enter the loss; 0 in a filler pack (see FILLER)
-    # Tokens that several segments share are computed once (see unique_prefixes).
-    unique: Tensor  # (U,) indices of the tokens that the model computes
-    inverse: Tensor  # (T,) tokens[t] has the result of the computed token number inverse[t]
+    prompt_share: Tensor  # (T,) the loss weight for --aggregation prompt
+    longest: int  # tokens of the longest segment
+    responses: int  # number of samples in the loss; 0 in a filler pack
+    unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
+    inverse: Tensor  # (T,) position in `unique` of the token computed for tokens[t]
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
-    ref_logp: Tensor | None = None  # (T,) from the reference model of the KL term
+    ref_logp: Tensor | None = None  # (T,) from the KL term's reference model
     values: Tensor | None = None  # (T,) from the critic before the step's first update
     returns: Tensor | None = None  # (T,)
 
@@ -196,10 +194,9 @@ class Pack:
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
                   longest: int = 0, keep_fields: bool = False) -> list[Problem]:
-    """Returns all problems of the files, in order. Drops repeated rows, and prompts that are too long or
-    leave no room for a response.
+    """Returns all problems of the files. Drops repeated rows, and prompts that are too long.
 
-    longest: maximum number of tokens of prompt plus response; 0: cfg.model_len
+    longest: maximum tokens of prompt plus response; 0: cfg.model_len
     keep_fields: whether to set Problem.fields
 
     Raises UserError if no problem is left, or if a row can't be read."""
@@ -236,13 +233,11 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function that turns a conversation into the tokens of a prompt. Its last turn is the problem.
+    """Returns a function from a conversation to the tokens of a prompt. Only the template "chat" shows more
+    than the last turn, which is the problem.
 
-    Only the template "chat" shows the other turns. It adds `system_prompt` if the conversation has no system
-    turn.
-
-    Raises UserError for a wrong template. The returned function raises UserError if the template can't show
-    the conversation, or if the prompt ends in the EOS token."""
+    Raises UserError for a wrong template. The function raises UserError if the template can't show the
+    conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
@@ -262,8 +257,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """Returns the text of a template, which contains {problem}; "" for "chat". Raises UserError for a wrong
-    template."""
+    """Returns the text of a template; "" for "chat". Raises UserError if it is missing or has no
+    {problem}."""
     if template == "chat":
         return ""
     if template in TEMPLATES:
@@ -279,8 +274,6 @@ def prompt_form(template: str) -> str:
 
 
 def _fill_form(form, turns, template):
-    """Returns `form` with the problem in place of {problem}. Raises UserError if other turns come before the
-    problem."""
     earlier = [role for role, content in turns[:-1] if content.strip()]
     require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
             f"--template {template} can't show", "--template chat")
@@ -307,7 +300,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
                         "another --template") from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    shown = "".join(text.split())  # compare without spaces, because templates strip some
+    shown = "".join(text.split())  # templates strip some spaces
     for role, content in turns:
         # not assistant turns, because a template may remove their text in <think> tags
         require(role == "assistant" or "".join(content.split()) in shown,
@@ -317,11 +310,10 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def fix_date(tokenizer: Any, day: str) -> str:
-    """Make the tokenizer's chat template, and that of an export, print the date `day` (YYYY-MM-DD) instead of
-    today's, so prompts do not change overnight. Returns `day`; "" if the template prints no date. Raises
-    UserError if `day` is no date.
+    """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so prompts do not change
+    overnight. Returns `day`, or "" if the template prints no date. Raises UserError if `day` is no date.
 
-    A macro in front of the template replaces the function strftime_now of transformers."""
+    A macro in front of the template replaces transformers' function strftime_now."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -377,8 +369,8 @@ NONE: Solved = {}
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and on
-    `solved`. Each epoch has a new random order. Random other problems replace solved ones."""
+    """Returns the problems whose sampling begins in this step, a function of (seed, step) and `solved`. Each
+    epoch has a new random order. Random problems replace solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
@@ -394,15 +386,14 @@ def numbers_at(step: int, cfg: Config) -> range:
 
 
 def step_of(number: int, cfg: Config) -> int:
-    """Returns the step in which the sampling of the prompt `number` begins."""
+    """Returns the step in which the sampling of prompt `number` begins."""
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns random problems of the epoch, as many as a step has prompts, that replace solved problems
-    (round 0) or prompts with equal rewards (rounds 1, 2, …). They depend only on (seed, step, round) and
-    `solved`."""
+    """Returns as many random problems as a step has prompts. They replace solved problems (round 0) or
+    prompts with equal rewards (rounds 1, 2, …). A function of (seed, step, round) and `solved`."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]
@@ -415,14 +406,14 @@ def epoch_len(problems: Sequence[Problem]) -> int:
     return sum(count for count, _ in _groups(problems))
 
 
-_stored: dict[str, Any] = {}  # the problems of the last call of _groups, and its result
+_stored: dict[str, Any] = {}  # cache of _groups
 
 
 def _groups(problems):
-    """Returns (count, indices) for each group of problems: an epoch draws `count` prompts from them.
+    """Returns (count, indices) for each group of problems, from which an epoch draws `count` prompts.
 
-    A file with a fractional weight is its own group, so its share of the epoch is exact. The result is cached
-    for the list of problems, so the list must not be changed in place."""
+    A file with a fractional weight is its own group, so its share is exact. The result is cached for the list
+    of problems: never change it in place."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):
@@ -433,8 +424,7 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems: 1. by group; 2. in random order. 130 draws from 100
-    problems take each once, and a random 30 again."""
+    """Returns the indices of an epoch's problems: 1. by group; 2. in random order."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -486,14 +476,13 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
-    """Returns the packs of one minibatch, for each rank. `samples`: the minibatch's sample indices,
-    ascending.
+    """Returns the packs of one minibatch, for each rank. `samples`: ascending sample indices.
 
-    FSDP needs the same number of packs on every rank, and each k-th pack waits for the slowest rank. So the
-    k-th packs get about the same cost.
+    FSDP needs the same number of packs on every rank. All ranks wait for the slowest k-th pack, so these
+    packs get about the same cost.
 
-    A prompt is computed once for all its samples in a pack, so these form units. A unit has at most 1/8 of
-    the tokens of a pack and of a rank, so packs can be balanced."""
+    A prompt is computed once for its samples in a pack, so samples of one prompt are packed together, in
+    small units."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -509,7 +498,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
 
 def _neighbours(indices, lengths, prompts, limit):
     """Cut the ascending list of sample indices into lists of one prompt's samples, with at most `limit`
-    tokens or a single sample."""
+    tokens or one sample."""
     lists = []
     room = 0
     for i in indices:
@@ -524,10 +513,13 @@ def _neighbours(indices, lengths, prompts, limit):
 
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
-    """Divide items into `bins` lists of nearly equal cost. Item i has lengths[i] tokens and the cost cost[i]
-    (default: lengths[i]). Returns lists of item indices, or None if an item fits in no list of `cap` tokens.
+    """Divide items into `bins` lists of nearly equal cost. Returns lists of item indices, or None if an item
+    fits in no list of `cap` tokens.
 
-    The algorithm is LPT: the next most expensive item goes to the cheapest list that has room."""
+    LPT: the next most expensive item goes to the cheapest list that has room.
+
+    lengths: tokens of each item
+    cost: cost of each item; default: lengths"""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -591,19 +583,19 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses the tokens that the model computes: one copy of those that several segments begin with, because
-    their hidden states are the same.
+    """Returns the tokens that the model computes. Tokens that several segments begin with have the same
+    hidden states, so one copy of them is enough.
 
-    Returns
-    1. `unique` (U,): indices of the tokens that the model computes
+    1. `unique` (U,): indices of the computed tokens
     2. `inverse` (T,): for each token, the position in `unique` of the token computed for it
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)
         unique      0 1 2 3 4           9   10 11        (U = 8: p q r a b c s d)
-        inverse     0 1 2 3 4   0 1 2 3 5   6  7"""
+        inverse     0 1 2 3 4   0 1 2 3 5   6  7
+    """
     starts = [0, *itertools.accumulate(map(len, segments))]
-    computed = np.arange(starts[-1])  # for each token: index of the token that is computed for it
+    computed = np.arange(starts[-1])
     # Sorting puts the longest common prefixes next to each other.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
