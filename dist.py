@@ -1,10 +1,8 @@
-"""All use of torch.distributed, except for checkpoint files: start the ranks, shard models, exchange and sum
-data, time the phases of a step, stop together.
+"""All use of torch.distributed, except for checkpoint files.
 
-FSDP2 (fully_shard) shards parameters over all ranks. With --shard_ranks N, each group of N ranks has all
-parameters, and shards them over its ranks. Gradients are *summed* over ranks, not averaged: each rank has
-already divided its loss by a count over all ranks, such as the number of tokens of a minibatch. So the number
-of ranks does not change the result."""
+FSDP2 (fully_shard) shards parameters over all ranks or, with --shard_ranks N, over each group of N ranks.
+Gradients are *summed* over ranks, not averaged, because a loss is already divided by a count over all ranks.
+So the number of ranks does not change the result."""
 
 import contextlib
 import datetime
@@ -55,8 +53,8 @@ class World:
 
 
 def launch(ranks: int) -> int | str:
-    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status. If ranks
-    fail, returns a line that says why the first of them failed."""
+    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status, or a line
+    that says why the first rank failed."""
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
@@ -80,7 +78,7 @@ def launch(ranks: int) -> int | str:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started. Without torchrun, this process is the only rank. Raises UserError
+    """Join the ranks that torchrun started; without torchrun, this process is the only rank. Raises UserError
     if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:
         with socket.socket() as s:
@@ -96,7 +94,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # Longer than stall_limit, so that guard.watch ends a hung run first and prints the stacks.
+        # guard.watch ends a hung run earlier, and prints the stacks
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -105,8 +103,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
 
 
 def check_allocator() -> None:
-    """Turn off expandable segments (see configs.set_allocator) if this GPU can't use them. In torch 2.13 they
-    fail on some GPUs before Hopper (PyTorch issue 186374)."""
+    """Turn off expandable segments if this GPU can't use them. In torch 2.13 they fail on some GPUs before
+    Hopper (PyTorch issue 186374)."""
     try:
         torch.empty(1, device="cuda")
     except RuntimeError as e:
@@ -117,17 +115,16 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store for torch's process group, whose keys have a new prefix after every restart.
-    Returns None if torchrun shares no store. Raises RuntimeError on timeout.
+    """Returns a key-value store for torch's process group, or None if torchrun shares no store. Raises
+    RuntimeError on timeout.
 
-    torchrun restarts the ranks, but keeps its store (torch 2.13). The store still has the addresses of the
-    dead ranks, and new ranks would wait for the dead ranks for ever. So the ranks agree on a new prefix:
+    After a restart, torchrun's store (torch 2.13) still has the addresses of the dead ranks, so the ranks
+    agree on a new prefix for the keys:
 
-        1. Each rank writes a random nonce.
-        2. Each rank reads the nonces of all ranks. The hash of these nonces is the rank's prefix.
-        3. Each rank writes the key "read/RANK" under its prefix. If the keys of all ranks are there, all
-           ranks have the same prefix. If not, some nonces were from before the restart, so the rank repeats
-           steps 2 and 3."""
+        1. Each rank writes a random nonce, and reads all nonces. Their hash is the rank's prefix.
+        2. Each rank writes "read/RANK" under its prefix. If all ranks' keys are there, all have the same
+           prefix. If not, some nonces were old, so the rank reads again.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -148,15 +145,14 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
 
 
 def neighbours(count: int) -> td.ProcessGroup | None:
-    """Divides the ranks into groups of `count` neighbours: ranks 0 to `count` - 1, and so on. Returns the
-    process group of this rank's neighbours, or None if `count` is 1. Every rank must call this function."""
+    """Returns the process group of this rank and its neighbours, `count` ranks in all; None if `count` is 1.
+    Every rank must call this function."""
     return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`. If `shard_ranks` is 0 or the number of ranks, the mesh is 1-d over
-    all ranks. Otherwise it is 2-d: parameters are sharded within groups of `shard_ranks` ranks, and
-    replicated across the groups."""
+    """Returns the device mesh for `shard`: 1-d over all ranks; or 2-d if `shard_ranks` is less than all. Then
+    parameters are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -166,27 +162,21 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int | None = None,
           reshard: bool | int = True) -> nn.Module:
     """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; the root is the
-    group of all other weights. Weights and reductions of gradients are fp32. Compute and all-gathers are in
-    `dtype`. A single rank that computes in fp32 has nothing to shard or to convert, so its parameters stay
-    plain tensors.
+    group of all other weights. Weights and gradients are fp32; compute and all-gathers are in `dtype`. A
+    single rank with fp32 needs no FSDP.
 
-    `recompute`: see PackModel.recompute.
-
-    `reshard` says what a rank does with the gathered weights of a layer after the layer's forward pass:
-
-        True      It frees them. The backward pass gathers them again, from all ranks.
-        a number  It keeps 1/number of them. The backward pass gathers them again, but only from `number`
-                  neighbouring ranks, which together have the whole layer.
-        False     It keeps them until `accumulate` or `on_device` ends, so an update gathers them only once.
-
-    The gathered weights of the root stay until the end of the backward pass. With reshard=False they stay
-    until `accumulate` or `on_device` ends."""
+    recompute: see PackModel.recompute
+    reshard: what a rank does with a layer's gathered weights after the forward pass:
+        True      free them; the backward pass gathers them from all ranks
+        a number  keep 1/number of them; the backward pass gathers them from `number` neighbours
+        False     keep them until `accumulate` or `on_device` ends
+    """
     model.recompute(recompute)
     if over.size() == 1 and dtype == torch.float32:
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
-        # None is FSDP's default. It keeps the root's weights gathered after the forward pass.
+        # None, FSDP's default, keeps the root's weights gathered after the forward pass.
         fully_shard(group, mesh=over, mp_policy=precision,
                     reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)
@@ -196,12 +186,10 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
-    """Yields the packs of an update. The caller runs the forward and the backward pass of each pack, before
-    it takes the next pack. Every rank must have the same number of packs.
+    """Yields the packs of an update, one for each forward and backward pass. Every rank must have the same
+    number.
 
-    With several groups (see `mesh`), each group of ranks holds a whole copy of the weights. Every backward
-    pass sums gradients within the groups. Only the last pack's backward pass also sums them across the groups
-    (`set_requires_all_reduce`)."""
+    With several groups (see `mesh`), only the last backward pass sums gradients across the groups."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
@@ -210,8 +198,7 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights of a model, also those that FSDP keeps between forward and backward pass
-    (argument `reshard` of `shard`)."""
+    """Free all gathered weights of a model."""
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -223,10 +210,10 @@ def reshard_all(model: nn.Module) -> None:
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
-    the embedding. If the model is on the host, it is moved to `device` during the iteration.
+    the embedding. If the model is on the host, it is moved to `device` meanwhile.
 
-    FSDP gathers one decoder layer at a time. A layer's tensors are freed before the first tensor of the next
-    layer is yielded, so the caller must not keep them."""
+    FSDP gathers one decoder layer at a time and frees it before the next, so the caller must not keep
+    tensors."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -242,11 +229,8 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Context manager. Inside it, the model and its optimizer's state are on `device`. On exit, a model that
-    was on the host goes back to the host, without its gradients.
-
-    If `optimizer` is None, the weights must not change inside. The host still has its copy of them, so on
-    exit the device's copy is dropped."""
+    """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model from the
+    host goes back, without gradients. If `optimizer` is None, the weights must not change inside."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -262,13 +246,13 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Context manager. If `on`, torch uses deterministic algorithms: sums on a GPU have a fixed order. An
-    operation without a deterministic algorithm raises RuntimeError."""
-    if not on:  # return early, because use_deterministic_algorithms imports torch's compiler, which is slow
+    """Context manager. If `on`, torch uses deterministic algorithms. An operation without one raises
+    RuntimeError."""
+    if not on:  # return early, because use_deterministic_algorithms imports torch's slow compiler
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Filling new memory with NaN takes time, and torz never reads memory before writing it.
+    # Filling new memory with NaN is slow, and torz never reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -277,25 +261,22 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor, for all weights of a model and all tensors of its optimizer's state. They are
-    the tensors themselves, not copies. The state of the weight NAME has names such as NAME.exp_avg."""
+    """Returns name -> tensor (not a copy) of a model's weights and its optimizer's state. The state of the
+    weight NAME has names such as NAME.exp_avg."""
     tensors = dict(model.named_parameters())  # lists a tied head once, as the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
 
 
-# HOMES[model][name] is the home of a weight, a buffer or a tensor of the optimizer's state: a host tensor of
-# the same shape and sharding, which stores the values while the model is not on the GPU.
+# HOMES[model][name] is the host tensor that stores a weight, buffer or optimizer state while the model is not
+# on the GPU.
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, each buffer and each tensor of the optimizer's state. A home
-    is the host tensor to which the tensor is moved while it is not in use (HOMES).
-
-    A home has pinned memory, so copies are fast. Homes are kept between steps, because pinning memory is
-    slow."""
+    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. Homes (see
+    HOMES) have pinned memory, and are kept between steps, because pinning is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -304,7 +285,6 @@ def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tu
 
 
 def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
-    """Replace each tensor x of the model and of the optimizer's state by new[x]."""
     # FSDP overrides _apply: after the call it uses the new tensors as its shards.
     model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
@@ -312,7 +292,6 @@ def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Ten
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's shard of x, or x itself if x is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -321,8 +300,7 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # The home is the host tensor kept for x (HOMES). Usually x is its home, so nothing is copied. It is
-        # not if x was just created, or if FSDP has padded an uneven shard into a new tensor.
+        # x is not its home if it was just created, or if FSDP has padded an uneven shard into a new tensor.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -332,23 +310,22 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state from the device to the host. Pass optimizer=None only if the
-    weights have not changed on the device: the host still has their values, so nothing is copied."""
+    weights have not changed on the device: then nothing is copied."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # wait for the copies, because FSDP reads them next, to pad uneven shards
+        torch.cuda.synchronize()  # FSDP reads the copies next, to pad uneven shards
     replace_tensors(model, optimizer, new)
 
 
 def tensors_in(folder: str) -> dict[str, Any]:
-    """Returns name -> DCP's metadata (such as the shape), for each tensor in a folder's safetensors files."""
+    """Returns name -> DCP's metadata for each tensor in a folder's safetensors files."""
     return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:
-    """Fill the tensors of `state`, which may be sharded, from the safetensors files of a folder. Each rank
-    reads only its own slices."""
+    """Fill the tensors of `state`, which may be sharded, from a folder's safetensors files."""
     dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
 
 
@@ -362,8 +339,8 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients down to a global norm of at most `limit`. Returns the norm before scaling, the same
-    on all ranks."""
+    """Scale the gradients to a global norm of at most `limit`. Returns the norm before, the same on all
+    ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -372,14 +349,14 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Returns the sum of x over all ranks, as a new tensor. `op` selects another reduction."""
+    """Returns the sum (or reduction `op`) of x over all ranks, as a new tensor."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Returns the elementwise maximum of x over all ranks, as a new tensor."""
+    """Returns the elementwise maximum of x over all ranks."""
     return all_sum(x, td.ReduceOp.MAX)
 
 
@@ -389,8 +366,8 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns the objects x of all ranks of `group` (None: all ranks) in rank order, on every rank. Only for
-    small objects, because every rank receives all of them. Before `init`, returns [x]."""
+    """Returns the objects x of all ranks of `group` (None: all) in rank order. Only for small objects,
+    because every rank receives all. Before `init`, returns [x]."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -399,14 +376,12 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_all(items: Iterable[T]) -> list[T]:
-    """Returns the items of all ranks in one list, in rank order, on every rank."""
     return [item for of_rank in gather(list(items)) for item in of_rank]
 
 
 def together(work: Callable[..., T], *args: Any) -> T:
-    """Call work(*args) on every rank. Returns this rank's result. If `work` raises UserError on some ranks,
-    every rank raises the error of the lowest failed rank. The message begins with that rank's host name,
-    unless all ranks failed with the same error."""
+    """Call work(*args) on every rank and return this rank's result. If some raise UserError, every rank
+    raises the error of the lowest of them, with its host name unless all errors are the same."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -421,14 +396,13 @@ def together(work: Callable[..., T], *args: Any) -> T:
 
 
 def gather_rows(rows: list[dict]) -> list[dict]:
-    """Returns the rows (samples as dicts) of all ranks, ordered by (prompt_id, sample_id), on every rank."""
+    """Returns the rows of all ranks, ordered by (prompt_id, sample_id)."""
     return sorted(gather_all(rows), key=lambda row: (row["prompt_id"], row["sample_id"]))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
-    """Send the object outgoing[r] to rank r, for every r. Returns the received objects, in the order of the
-    senders."""
-    # Loading a pickle can run code, so torz loads pickles only from ranks of this run, never from files.
+    """Send outgoing[r] to rank r, for every r. Returns the received objects, in the order of the senders."""
+    # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
     sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
     sizes = torch.tensor([len(s) for s in sent])
     incoming = torch.empty_like(sizes)
@@ -441,8 +415,8 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
 def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys[i]: the index of samples[i] among the step's samples of all ranks.
-    layout[minibatch][rank][pack]: the indices of the pack's samples, from data.assign."""
+    keys: index of each of `samples` among the step's samples of all ranks
+    layout: from data.assign"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -457,8 +431,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # --- the network
 
-# For each of the two speeds that measure_network returns: the text that prints it; an environment variable
-# that makes it slow if it is set; the likely cause of a slow speed if the variable is not set.
+# For each speed of measure_network: text; environment variable that makes it slow; likely cause otherwise
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
@@ -466,14 +439,13 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 def measure_network(world: World, local: int) -> list[float]:
     """Returns two numbers in bytes/s: 1. what a rank sends within its node; 2. what a node sends to other
-    nodes. A number is 0 if there is no other rank in the node, or no other node. Every rank must call this
-    function. It takes at most half a second on networks of 100 Gb/s.
+    nodes; 0: no other rank or node. Takes at most half a second at 100 Gb/s. Every rank must call this
+    function.
 
     local: number of ranks of each node
 
-    For the first number, the ranks of each node form a group. For the second, each group has one rank of
-    every node. Each time, all groups at once repeat an all-reduce and an all-gather. In a ring of n ranks, a
-    rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an all-reduce."""
+    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an
+    all-reduce."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]
@@ -496,11 +468,9 @@ def check_network(world: World, local: int, planned: Sequence[float], say: Calla
     print the likely cause.
 
     local: number of ranks of a node
-    planned: the speeds that tools/plan.py assumes, in bytes/s: of a rank within its node, and of a node to
-        other nodes; 0: unknown
+    planned: speeds in bytes/s, of a rank within its node and of a node to other nodes; 0: unknown
 
-    Nothing is measured if the number of all ranks is not a multiple of `local`. On one node, nothing is
-    measured if its planned speed is 0, as on CPUs, because the measurement would only delay the start."""
+    Nothing is measured on a single node with unknown speed, such as CPUs."""
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)
@@ -519,25 +489,24 @@ def check_network(world: World, local: int, planned: Sequence[float], say: Calla
 
 @dataclass
 class Phase:
-    """The current phase of this rank. A phase is a named part of a step, such as "rollout" or "critic"."""
+    """The current phase of this rank: a named part of a step, such as "rollout"."""
 
     name: str = "start"
-    began: float = float("inf")  # time.perf_counter() at the start of the phase; infinite between phases
-    limit: float = 0.0  # seconds that a phase may take; 0: no limit
+    began: float = float("inf")  # time.perf_counter() at the start; infinite between phases
+    limit: float = 0.0  # maximum seconds of a phase; 0: no limit
 
 
 CURRENT = Phase()
-SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds spent in it; phase_seconds sets it to 0
+SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator for a phase. Adds the seconds of the phase to SECONDS, including the
-    GPU's work."""
+    """Context manager and decorator. Adds the seconds of a phase, with the GPU's work, to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # Usually the thread of guard.watch ends a process that hangs, with a better message. But the thread can't
-    # run while C code holds the GIL. This timer does not need the GIL, and fires later than the thread.
+    # The thread of guard.watch can't end a process while C code holds the GIL. This timer can, and fires
+    # later.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:
@@ -551,7 +520,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Returns phase -> seconds spent in this phase since the last call of this function."""
+    """Returns phase -> seconds since the last call."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds
@@ -559,10 +528,10 @@ def phase_seconds() -> dict[str, float]:
 
 # --- stopping on a signal
 
-# [name, time] of the signal that requested a stop on this rank; empty: no signal
+# [name, time] of the signal that requested a stop; empty: none
 stop_signal: list[Any] = []
 
 
 def stop_requested() -> bool:
-    """Returns whether any rank got a signal to stop. All ranks must call this function together."""
+    """Returns whether any rank got a signal to stop. All ranks must call this function."""
     return bool(all_max(torch.tensor(len(stop_signal))))
