@@ -6,12 +6,11 @@ An engine samples responses with the policy's weights. It may sample only inside
         for sample in engine.generate(requests, limits, temperature, key, version=step):
             ...  # requests: (prompt_id, sample_id) -> tokens
 
-To add an engine, write a subclass with two methods, `load(weights)` and `generate(…)`, and add its name to
+To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES. An engine that can free memory also has `unload()`.
 
-Training on samples of old weights gives wrong results, but no error that anyone would notice. Therefore an
-engine gets weights only through `awake`, and `generate` raises an error if the engine holds weights of
-another step than the caller expects (`version`).
+Training on samples of old weights gives wrong results without an error. Therefore `generate` raises an error
+if the engine holds weights of another step than the caller expects (`version`).
 
 The random numbers of a response depend only on (key, prompt_id, sample_id)."""
 
@@ -43,14 +42,12 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block.
-    A stage is a part of the block, such as "sync", in which the engine gets its weights. `residual` is the
-    memory, in GiB, that the engine holds while it sleeps. Create the ledger before the engine allocates
-    memory, so that the first reading is without the engine.
+    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block,
+    such as "sync" (loading the weights). `residual` is the GiB that the engine holds while it sleeps. Create
+    the ledger before the engine.
 
-    On a GPU, a reading is the memory in use by all processes. On a CPU, it is the memory of this process.
-    torch's own statistics are not used, because they count the tensors of a sleeping engine, although their
-    memory is free."""
+    On a GPU, a reading is the memory of all processes. torch's own statistics would count a sleeping engine's
+    tensors, whose memory is free."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -60,8 +57,8 @@ class MemoryLedger:
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
-        """Record the memory in use now, at the end of `stage`, and the seconds since the previous reading.
-        First waits until the GPU has finished its work."""
+        """Record the memory in use at the end of `stage`, when the GPU has finished, and the seconds since
+        the previous reading."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -75,23 +72,21 @@ class MemoryLedger:
         self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
-        """Called at the start of a `with engine.awake(…)` block. Deletes the readings of the previous block,
-        and takes the first reading, "trainer": the memory in use before the engine wakes."""
+        """Delete the readings of the previous block. Take the first reading, "trainer", before the engine
+        wakes."""
         torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
 
     def end(self) -> None:
-        """Called when the engine falls asleep. Takes the last reading, "asleep". "asleep" minus "trainer" is
-        memory that the engine did not give back. It is added to `residual`."""
+        """Take the last reading, "asleep", and add the memory that the engine did not give back to
+        `residual`."""
         torch.cuda.empty_cache()
         self.mark("asleep")
         self.residual += self.readings["asleep"][0] - self.readings["trainer"][0]
 
     def metrics(self) -> dict[str, float]:
-        """Returns metric -> value: GiB in use at the end of each stage (mem/STAGE_gb), GiB that the engine
-        holds asleep, seconds of waking, sync and falling asleep (time/…), and the peak GiB of this
-        process's host memory."""
+        """Returns metric -> value: GiB in use (mem/…) and seconds (time/…) of the stages."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
             "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
@@ -99,7 +94,7 @@ class MemoryLedger:
             "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
 
     def text(self) -> str:
-        """Returns the GiB in use at the end of each stage, as a line such as "trainer 3.1, sync 4.6"."""
+        """Returns the GiB in use at the end of each stage, such as "trainer 3.1, sync 4.6"."""
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
 
 
@@ -107,8 +102,7 @@ class MemoryLedger:
 
 
 class Engine(abc.ABC):
-    """Base class of the engines. All ranks must construct their engine at the same time, because the
-    constructor calls collectives."""
+    """Base class of the engines. All ranks must construct their engine at the same time."""
 
     needs_selfcheck = False  # whether guard.selfcheck compares engine and trainer before the first step
 
@@ -129,22 +123,19 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
         """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy
-        each tensor before you take the next one, which may free the tensor's memory."""
+        each tensor before you take the next one."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
                  key: tuple[int, ...], version: int, top_p: float = 1.0) -> Iterator[Sample]:
         """Yields one response (a Sample) for each request, in the order in which the responses end.
 
-        requests: k -> prompt tokens, where k is (prompt_id, sample_id). The tokens of an unfinished response
-            may follow the prompt (--round_len, --env).
-        limits: k -> largest number of tokens to sample.
-        temperature: 0 means greedy.
-        key: seeds the randomness, together with k.
-        version: step of the weights. A subclass must first call self.check(version), which raises
-            RuntimeError if the engine holds weights of another version.
-        top_p: each token is sampled from the fewest tokens whose probabilities sum to top_p or more; below 1
-            only in evaluation.
+        requests: k -> tokens of the prompt and perhaps of an unfinished response; k is (prompt_id, sample_id)
+        limits: k -> largest number of tokens to sample
+        temperature: 0 means greedy
+        key: seeds the randomness, together with k
+        version: step of the weights; a subclass must first call self.check(version)
+        top_p: sample from the fewest tokens with this probability; below 1 only in evaluation
 
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 
@@ -154,9 +145,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
-        """Context manager: wakes the engine and loads `weights`, which yields (name, whole tensor). `version`
-        is the step of these weights. On exit the engine sleeps. Raises RuntimeError for missing, repeated or
-        unknown weights, and inside another `awake`."""
+        """Context manager: wakes the engine and loads `weights`, of the step `version`; on exit the engine
+        sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
         if self.version is not None:
             raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
                                "leave that `with engine.awake(…)` first")
@@ -166,7 +156,7 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.checked_weights(weights)
                 self.load(stream)
-                # Run the generator checked_weights to its end, where it looks for missing weights.
+                # End the generator checked_weights, which looks for missing weights at its end.
                 for name, _ in stream:
                     raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")
@@ -186,7 +176,7 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """Returns the objects x of all ranks of this engine, as a list."""
+        """Returns the objects x of all ranks of this engine."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -209,8 +199,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """Context manager: turns an exception into a RuntimeError, but not KeyboardInterrupt or SystemExit.
-        The message says what the engine failed to do (`doing`), and has the memory readings."""
+        """Context manager: turns an exception into a RuntimeError that says what failed (`doing`) and has the
+        memory readings."""
         try:
             yield
         except Exception as e:
@@ -223,8 +213,8 @@ class Engine(abc.ABC):
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
-        """Returns the Sample of one response. ids, logp (L,): the sampled tokens and their log-probs.
-        stopped: true if the response ended by EOS or a stop string, false if by the length limit."""
+        """Returns the Sample of a response with the tokens `ids` (L,) and their log-probs `logp` (L,).
+        stopped: by EOS or a stop string, not by the length limit."""
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
@@ -235,7 +225,7 @@ class Engine(abc.ABC):
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens. Tokenizer, model config and generation config may name different
-    EOS tokens."""
+    ones."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
     file = Path(path) / "generation_config.json"
     if file.is_file():
@@ -245,17 +235,16 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Finds the first stop string that ends in `after`. Returns the number of tokens of `after` up to its
-    end; 0 if there is none.
+    """Returns the number of tokens of `after` up to the end of the first stop string that ends there; 0 if
+    there is none.
 
-    before, after: tokens of one response; `after` follows `before`. The stop string may begin in `before`.
-    Only the first tokens of `after` are searched. A stop string that ends later lies completely in `after`.
-    The engine itself has seen such a stop string, and stopped there."""
+    before, after: tokens of one response; the stop string may begin in `before`
+
+    Only the first tokens of `after` are searched, because the engine itself stops at later ones."""
     if not stop:
         return 0
-    # A token has at least one byte, so a stop string has at most as many tokens as bytes. This many tokens on
-    # either side are enough. The 8 extra tokens are for a character of several bytes that is cut at the
-    # start of `tail`.
+    # A stop string has at most as many tokens as bytes. The 8 extra tokens are for a character of several
+    # bytes that is cut at the start of `tail`.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

@@ -1,37 +1,29 @@
-"""The GRPO family as pure tensor maths: algorithms that need no critic. Most of them compare the samples of a
-prompt.
+"""The GRPO family as pure tensor maths: algorithms that need no critic.
 
-Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740,
-REINFORCE++ 2501.03262, GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
+Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740, REINFORCE++ 2501.03262,
+GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
 Three flags make an algorithm:
-    --advantage    how rewards become advantages: `group_advantages`; for return_whiten (REINFORCE++),
-                   ppo.gae and ppo.whiten instead
+    --advantage    how rewards become advantages: `group_advantages`; for return_whiten, ppo.gae
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
 To add an algorithm, add a branch to one of these functions.
 
-`mismatch_weight` has the importance weights for the difference between engine and trainer (--mismatch). PPO
-uses these weights, too.
-
 Shapes (ppo.py explains packs, segments and updates):
-    P, n     number of prompts, and number of samples (responses) of each prompt. A group is the n samples of
-             one prompt.
-    T        number of tokens of a pack
+    P, n     prompts, and samples (responses) of each prompt; a group is one prompt's samples
+    T        tokens of a pack
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-The GRPO paper divides by the standard deviation of the group's rewards ("group_mean_std"). The code of
-Open-Reasoner-Zero was meant to do so too, but does not, because of a mistake in operator precedence. What it
-really computes is "group_mean_whiten"."""
+The GRPO paper divides by the standard deviation of a group ("group_mean_std"). Open-Reasoner-Zero's code was
+meant to do so, but computes "group_mean_whiten", because of a mistake in operator precedence."""
 
 import torch
 from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
-    """Returns advantages (P, n) from rewards (P, n). If all rewards of a group are equal, its advantages are
-    exactly 0.
+    """Returns advantages (P, n) from rewards (P, n); exactly 0 if all rewards of a group are equal.
 
     kind:
         "group_mean"            reward minus the mean of the group
@@ -39,8 +31,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         "leave_one_out"         reward minus the mean of the group's other rewards (RLOO)
         "group_mean_whiten"     group_mean; train.py whitens it over the tokens of the step
         "group_mean_batch_std"  group_mean; train.py divides it by `batch_std` (ScaleRL)
-    Raises ValueError for another kind.
-    """
+    Raises ValueError for another kind."""
     n = rewards.shape[1]
     centred = rewards - rewards.mean(1, keepdim=True)
     if kind == "group_mean_std":
@@ -49,7 +40,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred = centred * (n / (n - 1))
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # For equal rewards, a rounding error of the mean could make the advantages nonzero. So they are set to 0.
+    # Otherwise a rounding error of the mean could make the advantages of equal rewards nonzero.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 
@@ -61,15 +52,14 @@ def keep_groups(rewards: Tensor) -> Tensor:
 def batch_std(total: Tensor) -> float:
     """Returns 1e-6 + the standard deviation of a step's advantages, whose mean is 0 (ScaleRL, 2510.13786).
 
-    total (2,): the number of advantages and the sum of their squares, over all ranks.
-    """
+    total (2,): number of advantages and sum of their squares, over all ranks"""
     count, squares = total.tolist()
     return (squares / max(count, 1)) ** 0.5 + 1e-6
 
 
 def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
-    """Returns DAPO's penalty for a response of `length` tokens (2503.14476, eq. 13): 0 up to max_len - buffer
-    tokens, then linearly down to -1 at max_len tokens."""
+    """Returns DAPO's penalty (2503.14476, eq. 13) for a response of `length` tokens: 0 up to max_len -
+    buffer, then linearly down to -1 at max_len."""
     return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
@@ -77,16 +67,14 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
                   max_len: int, prompt_share: Tensor | None = None) -> Tensor:
     """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
-    tokens, responses: number of response tokens and number of responses of the update, over all ranks.
-    prompt_share (T,): needed only for "prompt": 1 / (response tokens of this token's prompt in the update ×
-        number of prompts in the update).
+    tokens, responses: numbers of response tokens and responses of the update, over all ranks
+    prompt_share (T,): only for "prompt": 1 / (the prompt's response tokens × prompts in the update)
     aggregation:
         "token"     mean over all response tokens
         "response"  mean over the tokens of each response, then mean over responses
-        "max_len"   sum over tokens / (responses × max_len), so every token has the same weight (Dr. GRPO)
-        "prompt"    mean over the tokens of all responses of a prompt, then mean over prompts (ScaleRL)
-    Raises ValueError for another aggregation.
-    """
+        "max_len"   sum over tokens / (responses × max_len) (Dr. GRPO)
+        "prompt"    mean over the response tokens of a prompt, then mean over prompts (ScaleRL)
+    Raises ValueError for another aggregation."""
     if aggregation == "token":
         return mask / tokens
     if aggregation == "response":
@@ -101,17 +89,15 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
                 correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: the loss of a pack, which is the sum of the tokens' losses times `weights`, and
-    the number of clipped tokens.
+    """Returns two scalars: the loss of a pack, the sum of the tokens' losses times `weights`; and the number
+    of clipped tokens.
 
-    weights (T,): from `token_weights`.
-    correction (T,): factor of each token's loss, without gradient: the token's probability in the trainer
-        divided by that in the engine, which sampled it. None: 1.
+    weights (T,): from `token_weights`
+    correction (T,): factor of each token's loss, from `mismatch_weight`; None: 1
     ratio:
-        "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO and most others)
+        "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
-        "clipped"   loss = -advantage × logp × clipped token ratio. The ratio is detached, so the gradient
-                    comes from logp, also for clipped tokens (CISPO, eq. 4).
+        "clipped"   loss = -advantage × logp × clipped token ratio, which is detached (CISPO, eq. 4)
     Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":
@@ -135,23 +121,23 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 @torch.no_grad()
 def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Tensor, kind: str, low: float,
                     high: float) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (T,), without gradient: the importance weight of each token, which corrects the
-    loss for the difference between trainer and engine (0 outside `mask`); and whether a bound changed it.
+    """Returns two tensors (T,), without gradient: importance weights that correct the loss for the difference
+    between trainer and engine (0 outside `mask`); and whether a bound changed them.
 
-    logp (T,): the trainer's log-probs of the tokens, before the step's first update
+    logp (T,): the trainer's log-probs, before the step's first update
     engine_logp (T,): log-probs of the engine that sampled the tokens
-    low, high: bounds of the ratio
-    kind: "none", or RATIO-ACTION. "none" is the ratio of each token without bounds.
-        "token-…"      the ratio p_trainer / p_engine of each token
-        "sequence-…"   for all tokens of a response, the product of their ratios
-        "geometric-…"  for all tokens of a response, the geometric mean of their ratios
+    low, high: bounds of the ratio p_trainer / p_engine
+    kind: "none" (each token's ratio without bounds) or LEVEL-ACTION
+        "token-…"      the ratio of each token
+        "sequence-…"   the product of a response's ratios
+        "geometric-…"  the geometric mean of a response's ratios, as in verl
         "…-truncate"   the ratio is clamped to [low, high]
         "…-mask"       a ratio outside [low, high] becomes 0
     Raises KeyError for another kind.
 
-    Sources: "token-truncate" is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training", where `low` is 0), "token-mask" is IcePop (arXiv 2510.18855), and "sequence-mask"
-    is MIS (Liu et al. 2025, "When Speed Kills Stability"). verl has the geometric mean, too."""
+    Sources: "token-truncate" with low = 0 is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"), "token-mask" is IcePop (arXiv 2510.18855), "sequence-mask" is MIS
+    (Liu et al. 2025, "When Speed Kills Stability")."""
     level, _, action = kind.partition("-")
     log_ratio = torch.where(mask, logp - engine_logp, 0)
     total = _segment_sum(log_ratio, segment)
@@ -163,11 +149,11 @@ def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Te
 
 
 def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, the number of tokens of its segment in `mask`, at least 1."""
+    """Returns (T,): for each token, the number of its segment's tokens in `mask`, at least 1."""
     return _segment_sum(mask.float(), segment).clamp(min=1)
 
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, the sum of x (T,) over all tokens of the same segment."""
+    """Returns (T,): for each token, the sum of x (T,) over its segment."""
     sums = torch.zeros_like(x).index_add(0, segment, x)  # T sums are enough for all segments
     return sums[segment]
