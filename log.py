@@ -1,8 +1,7 @@
 """Writes the output of a run, except checkpoints: metrics, samples, alarms, progress bars, TensorBoard.
 
-Every rank adds numbers to its own `Meter`. At the end of a step, `Meter.reduce` sums numerators and
-denominators over the ranks, and then divides. On rank 0, the `Logger` writes the files. docs/metrics.md
-explains every metric."""
+Every rank adds numbers to its own `Meter`. On rank 0, the `Logger` writes the files. docs/metrics.md explains
+every metric."""
 
 import contextlib
 import dataclasses
@@ -32,9 +31,8 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects the metrics of a step on one rank. The sums are float64 tensors on `device`, so the CPU does
-    not wait for the GPU. Every rank must add the same names, because `reduce` sums all metrics in one
-    collective."""
+    """Collects the metrics of a step on one rank. The sums are tensors on `device`, so the CPU does not wait
+    for the GPU. Every rank must add the same names."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -49,9 +47,8 @@ class Meter:
         return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add to the metric `name`. With `count` the metric is a mean: `total` is added to the numerator and
-        `count` to the denominator. A mean with denominator 0 is not logged. Without `count` the metric is a
-        sum."""
+        """Add `total` to the metric `name`. With `count` the metric is a mean, total / count; it is not
+        logged if the sum of counts is 0."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
@@ -60,15 +57,14 @@ class Meter:
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
     def add_mean_and_max(self, name: str, x: Tensor) -> None:
-        """Add the values x (n,) to the metrics NAME/mean and NAME/max. No value may be negative, because the
-        maximum of an empty x counts as 0."""
+        """Add the values x (n,), none negative, to the metrics NAME/mean and NAME/max."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns name -> value of all metrics, over all ranks. all_sum, all_max: functions that return the
-        sum and the maximum of a tensor over the ranks."""
+        """Returns name -> value of all metrics. all_sum, all_max: sum and maximum of a tensor over the
+        ranks."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -88,12 +84,10 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
                     turns: bool = False, per_prompt: int = 0) -> None:
     """Add the metrics of the step's samples.
 
-    samples: this rank's samples, ordered by (prompt_id, sample_id).
-    parts: the NAMEs of the metrics `reward/NAME`, from rollout.part_names.
-    turns: true with --env. Then `response_len` includes the environment's tokens, and `response_len/sampled`
-        does not.
-    per_prompt: number of samples of a prompt. With --carry, a step may have only some of them. Then the
-        prompt is not counted in `pass@n` and `uniform_groups`."""
+    samples: this rank's samples, ordered by (prompt_id, sample_id)
+    parts: the NAMEs of the metrics `reward/NAME`
+    turns: true with --env; then `response_len` includes the environment's tokens
+    per_prompt: samples of a whole prompt; only whole prompts count in `pass@n` and `uniform_groups`"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -126,7 +120,7 @@ REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
 
 
 def reflections(text: str) -> int:
-    """Returns how often words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
+    """Returns how often words of REFLECTIONS occur, as Open-Reasoner-Zero counts them."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
 
@@ -142,9 +136,8 @@ class Logger(contextlib.AbstractContextManager):
     """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
     except in `dump`.
 
-    `start` is the first step that will be logged. An interrupted run may have left rows of this and later
-    steps; these rows are moved to metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder
-    can't be written to."""
+    `start` is the first step to log. Rows that an interrupted run left for this and later steps are moved to
+    metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -178,8 +171,8 @@ class Logger(contextlib.AbstractContextManager):
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}`, and append the text to alarms.jsonl. The number N is `step`, or, if
-        `step` is None, the next step that will be logged."""
+        """Print `!! step N: {text}` and append it to alarms.jsonl. N is `step`, or the next step that will be
+        logged."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -187,17 +180,16 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors, and return this path. A tensor has a
-        name such as `0.tokens`, for the field `tokens` of the first pack."""
+        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors and return this path. Tensors have
+        names such as `0.tokens`, for the first pack."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # save_file refuses tensors that share memory, so they are cloned
+        # save_file refuses tensors that share memory
         save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
                    for field, x in vars(p).items() if x is not None}, path)
         return path
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and print the metrics of a step."""
         if not self.main:
             return
         row = {"step": step, **metrics}
@@ -224,7 +216,7 @@ class Logger(contextlib.AbstractContextManager):
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # With purge_step, TensorBoard hides what an interrupted run wrote for later steps.
+                # purge_step hides what an interrupted run wrote for later steps
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
@@ -236,8 +228,7 @@ class Logger(contextlib.AbstractContextManager):
             self.writer = None  # a SummaryWriter can't be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
-        """Write the rows to OUT/{kind}/step_NNNNNN.jsonl. `kind` is "samples" or "eval". Rows of kind
-        "samples" are also sent to the trackers."""
+        """Write the rows to OUT/{kind}/step_NNNNNN.jsonl, and rows of kind "samples" to the trackers."""
         if not self.main:
             return
         if kind == "samples":
@@ -246,20 +237,18 @@ class Logger(contextlib.AbstractContextManager):
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
-            # UTF-8 can't encode a lone surrogate; backslashreplace writes it as \udc80
+            # UTF-8 can't encode a lone surrogate
             path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        """Returns a progress bar that counts from `done` to `total`. Only rank 0 shows the bar, and only on a
-        terminal."""
+        """Returns a progress bar, which only rank 0 shows, and only on a terminal."""
         return tqdm(total=total, initial=done, desc=name, leave=False, dynamic_ncols=True,
                     disable=None if self.main else True)
 
     def close(self, failed: bool = False) -> None:
-        """Write the rows in `unwritten`, then close the progress bar, the trackers and TensorBoard's files.
-        failed: true if an error ends the run."""
+        """Write the rows in `unwritten`, then close everything. failed: true if an error ends the run."""
         if not self.main:
             return
         self._write(self.next_step)
@@ -272,15 +261,14 @@ class Logger(contextlib.AbstractContextManager):
 
 
 def _lines(rows):
-    """Returns the rows as lines of JSON. NaN and infinity become null, because JSON has no such numbers."""
+    """Returns the rows as lines of JSON. NaN and infinity, which JSON lacks, become null."""
     finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
               for row in rows)
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and later steps from NAME.jsonl to the end of NAME.old.jsonl, because the
-    run will log these steps again. Raises OSError."""
+    """Move the rows from step `start` on from NAME.jsonl to NAME.old.jsonl. Raises OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -290,7 +278,7 @@ def _set_aside(path, start):
 
 
 def _append(path, row):
-    """Append the row as one line. If the disk is full, removes the incomplete line and raises OSError."""
+    """Append the row as one line. If the disk is full, remove the incomplete line and raise OSError."""
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
@@ -309,16 +297,14 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 class Tracker:
-    """Sends the rows of metrics.jsonl to a service for experiment tracking: in order of the steps, each
-    row at most once.
+    """Sends the rows of metrics.jsonl to a service for experiment tracking, each at most once.
 
-    A file in the run's folder stores the run's id at the service and the next step to send. So a resumed run
-    keeps the id, and first sends the rows from this step on. If the tracker fails, an alarm is logged, and
-    training goes on without the tracker. A row whose sending failed is not sent again.
+    A file in the run's folder stores the run's id at the service and the next step to send, for a resumed
+    run. If the tracker fails, an alarm is logged and training goes on without it.
 
-    To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and to
-    configs.Tracker. The subclass defines:
-        start   start a run with the id self.state["id"] at the service, or continue this run
+    To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and
+    configs.Tracker. It defines:
+        start   start or continue a run with the id self.state["id"]
         send    send one row
         finish  end the run
     """
@@ -334,7 +320,7 @@ class Tracker:
             self.step(row, [])
 
     def _attempt(self, action, *arguments):
-        """Call action(*arguments). If it raises an exception, log an alarm and switch the tracker off."""
+        """Call action(*arguments). After an exception, log an alarm and switch the tracker off."""
         try:
             action(*arguments)
         except Exception as e:
@@ -344,22 +330,22 @@ class Tracker:
                        "resumed run sends it the steps after this one")
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics, and its samples if they were saved, unless the step was sent before."""
+        """Send a step's metrics and saved samples, unless the step was sent before."""
         if row["step"] >= self.state["next_step"] and not self.failed:
-            # Write the file before sending: a crash between the two loses a row, and never sends a row twice.
+            # Written before sending: a crash between the two loses a row, and never sends one twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
             self._attempt(self.send, row, samples)
 
     def close(self, run_failed: bool) -> None:
-        """End the run at the service. Waits for its uploads."""
+        """End the run at the service, after its uploads."""
         if not self.failed:
             self._attempt(self.finish, run_failed)
 
 
 class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. If the user has set an environment variable of
-    wandb, such as WANDB_MODE=offline, its default in ENVIRONMENT is not used."""
+    """Sends metrics and samples to Weights & Biases. Environment variables of the user go before
+    ENVIRONMENT."""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
@@ -386,7 +372,7 @@ class WandbTracker(Tracker):
         if samples:
             table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        # commit=True sends the row now, not with the next row
+        # commit=True sends the row now
         self.run.log(values, step=row["step"], commit=True)
 
     def finish(self, run_failed: bool) -> None:
